@@ -35,3 +35,5 @@ FP32_BYTES = 4
 # Reasons in event files for excluding a replica from a unit: non-finite norm of the
 # pseudo-gradient, loss check, norm detector, no step since the last sync.
 NON_FINITE, BAD_LOSS, OUTLYING_NORM, NO_STEP = ("non-finite", "loss", "norm", "no-step")
+
+COMPACT_JSON = (",", ":")  # separators of JSON texts without spaces

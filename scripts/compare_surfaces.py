@@ -40,7 +40,8 @@ from megatron_edit.errors import UsageError
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKPOINT = REPOSITORY / "tests" / "fixtures" / "checkpoint_00d2a33" / "checkpoint.tar.xz"
 MAIN = "from megatron_edit.tools.cli import main; raise SystemExit(main())"
-SUBCOMMANDS = ("check", "plan", "patch", "doctor", "inspect", "report", "watch", "compare")
+SUBCOMMANDS = ("check", "plan", "patch", "doctor", "inspect", "report", "watch", "compare",
+               "hub")  # fmt: skip
 DOCUMENTS = ("events.md", "flags.md")
 PAGES = "pages"
 SCRIPT, LAUNCHER = "train.py", "launcher"

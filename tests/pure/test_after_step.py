@@ -117,13 +117,15 @@ class Round:
     """
 
     def __init__(
-        self, *, lands_in_forward: bool, outcome: MeetingOutcome = MeetingOutcome.SYNC
-    ) -> None:
+        self, *, lands_in_forward: bool, outcome: MeetingOutcome = MeetingOutcome.SYNC,
+        checks_commit: bool = False,
+    ) -> None:  # fmt: skip
         self.calls: list[str] = []
         plan = anything(outcome=outcome, landing=DIRECT_COPY)
         syncs = anything(
             of_units=lambda selection: [],
-            prepare=lambda plan, began, waited: self.calls.append("prepare"),
+            prepare=lambda plan, began, waited, *, checks_commit: self.calls.append("prepare"),
+            check_commit=lambda sync, plan: self.calls.append("check"),
             start=lambda sync: self.calls.append("start"),
             land_all=lambda: self.calls.append("land"),
         )
@@ -132,7 +134,8 @@ class Round:
                 timeout=anything(after_round=lambda: None),
                 apply=lambda plan, reporter: self.calls.append("apply"),
             ),
-            syncs=syncs, settings=anything(landing=DIRECT_COPY), reporter=None,
+            syncs=syncs, settings=anything(landing=DIRECT_COPY, checks_commit=checks_commit),
+            reporter=None,
             _plan_round=lambda meeting: (plan, 0.0), _sync_plan=lambda plan, selection: None,
             _commit=lambda plan: self.calls.append("commit"), _land=lambda syncs: None,
             _land_unless_in_forward=lambda: None, _lands_in_forward=lands_in_forward,
@@ -143,6 +146,8 @@ class Round:
 def test_blocking_round_commits_after_exchange() -> None:
     """Catches schedules, counters, detectors and ledger updated before the exchange is over."""
     assert Round(lands_in_forward=False).calls == ["prepare", "start", "land", "commit"]
+    checked = Round(lands_in_forward=False, checks_commit=True)
+    assert checked.calls == ["prepare", "start", "check", "land", "commit"]
 
 
 def test_overlapped_round_commits_before_exchange() -> None:

@@ -25,7 +25,7 @@ LAYERS = (
     ("constants.py", "errors.py", "launched.py", "atomic_files.py"),
     ("saved_state.py", "versions.py", "method"),
     ("flags.py",),
-    ("comm", "checkpoint"),
+    ("comm", "checkpoint", "elastic"),
     ("engine", "config.py"),  # independent of each other; host/settings.py connects them
     ("command_line.py", "observe"),
     ("host",),
@@ -554,8 +554,19 @@ def raw_collective_calls(source: Source) -> list[str]:
 
 
 def test_collectives_are_issued_in_one_module() -> None:
-    """Would catch `dist.all_reduce(...)` or a method of a raw process group anywhere else."""
-    assert [c for source in SOURCES for c in raw_collective_calls(source)] == []
+    """Would catch `dist.all_reduce(...)` or a method of a raw process group anywhere else.
+
+    `elastic/` knows no torch; `send` and `recv` are those of its sockets.
+    """
+    sources = [source for source in SOURCES if source.part != "elastic"]
+    assert [c for source in sources for c in raw_collective_calls(source)] == []
+
+
+def test_hub_does_not_import_torch() -> None:
+    """A hub starts quickly, and runs on a machine without torch."""
+    uses = [s.at(node, name) for s in SOURCES if s.part == "elastic" for node, name in imports_of(s)
+            if is_in(name, "torch")]  # fmt: skip
+    assert uses == []
 
 
 @pytest.mark.parametrize(

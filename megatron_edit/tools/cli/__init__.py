@@ -12,6 +12,7 @@ from megatron_edit.tools.cli import (
     check,
     compare,
     doctor,
+    hub,
     inspect,
     patch,
     plan,
@@ -29,6 +30,7 @@ SUBCOMMANDS = {
     "report": report,
     "watch": watch,
     "compare": compare,
+    "hub": hub,
 }
 # Errors of the operating system that are caused by a given path, not by a bug.
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)

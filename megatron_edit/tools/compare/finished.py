@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.atomic_files import write_atomic
+from megatron_edit.constants import COMPACT_JSON
 
 HASH_DIGITS = 16  # 64 bits: collisions within a study are practically impossible
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits, independent of the order of keys in mappings."""
-    text = json.dumps(configuration, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(configuration, sort_keys=True, separators=COMPACT_JSON, allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:HASH_DIGITS]
 
 

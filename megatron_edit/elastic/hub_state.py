@@ -1,0 +1,232 @@
+"""What the hub knows about the replicas, and how a journal leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from typing import Any
+
+from megatron_edit.elastic.journal import JournalEntry
+from megatron_edit.elastic.messages import Ready
+
+NO_STATE = -1
+
+
+class LeaveReason(StrEnum):
+    """Why a replica does not take part any more, as the journal has it."""
+
+    FINISHED = "finished"  # no sample is left
+    SIGNAL = "signal"
+    LOST = "lost"
+    EVICTED = "evicted"  # it makes no progress, or the others cannot exchange with it
+    DRIFTED = "drifted"
+
+
+class Phase(Enum):
+    """What the hub waits for."""
+
+    OPENING = "opening"  # for the replicas that the run begins with
+    GATHER = "gather"  # for the expected replicas to arrive
+    FORM = "form"  # for the members of a new epoch to form its groups
+    EXCHANGE = "exchange"  # for all members to be ready
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica that takes part, or is about to.
+
+    Attributes:
+        name: of the replica.
+        incarnation: of this start of it.
+        handles: addresses of its ranks; empty after a restart of the hub, until it reconnects.
+        applied: commits whose result it holds or, being a member, will hold; `NO_STATE` for one
+            that has still to copy the state.
+        order: when it joined, relative to others.
+        is_connected: whether it has a connection now.
+        is_arrived: whether it waits at the meeting of the current round.
+        is_formed: whether it has formed the groups of the current epoch.
+        is_late: whether it copies the state for too long: nobody waits for it.
+        ready: its result of the current round.
+        lost: who it could not exchange with, since the round began.
+    """
+
+    name: str
+    incarnation: str
+    handles: tuple[str, ...]
+    applied: int
+    order: int
+    is_connected: bool = True
+    is_arrived: bool = False
+    is_formed: bool = False
+    is_late: bool = False
+    ready: Ready | None = None
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HubState:
+    """All that the hub knows. What outlives it is in the journal; see `replay`.
+
+    Attributes:
+        nominal: replicas that the run begins with; 0 before the first one has said it.
+        minimum: no round is exchanged with fewer.
+        layout: that all replicas must have; empty before the first one.
+        term: how often the hub has been started on its journal.
+        epoch: number of the current membership; 0 before the first.
+        members: of the epoch, in the order of the groups' ranks.
+        round: commits so far.
+        digest: of anchor and momentum after the last commit.
+        samples: committed so far.
+        phase: see there.
+        roster: all replicas, by name.
+        is_epoch_used_up: whether the groups of the epoch may hold parts of an abandoned exchange.
+        is_suspicious: whether an exchange has failed, and not begun again: who is not connected
+            is taken for lost at once.
+        retries: failures in this round with all members alive.
+        drifted: the replica whose result differed from the others' in the last attempt.
+        is_stopping: whether the run ends after the next commit, on request.
+        joins: replicas that have ever joined.
+        first_epoch: the epoch that the replicas begin to train in.
+        lineage: how often training was started again from a checkpoint, after all replicas were
+            lost.
+        is_finished: whether a replica has left because no sample is left.
+    """
+
+    nominal: int = 0
+    minimum: int = 1
+    layout: str = ""
+    term: int = 1
+    epoch: int = 0
+    members: tuple[str, ...] = ()
+    round: int = 0
+    digest: str = ""
+    samples: int = 0
+    phase: Phase = Phase.OPENING
+    roster: tuple[Member, ...] = ()
+    is_epoch_used_up: bool = False
+    is_suspicious: bool = False
+    retries: int = 0
+    drifted: str = ""
+    is_stopping: bool = False
+    joins: int = 0
+    first_epoch: int = 1
+    lineage: int = 0
+    is_finished: bool = False
+
+    def member(self, name: str) -> Member | None:
+        """The replica of a name."""
+        return next((each for each in self.roster if each.name == name), None)
+
+    @property
+    def expected(self) -> tuple[Member, ...]:
+        """Replicas that the meeting of the current round waits for, by name."""
+        return tuple(each for each in self.roster if each.applied == self.round)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the loss of a replica ends the run: in the warm-up, which is synchronous, and
+        until the first groups are formed."""
+        is_forming = self.phase is Phase.FORM and self.epoch == self.first_epoch
+        return is_forming or (self.epoch >= self.first_epoch and self.round == 0)
+
+    @property
+    def copying(self) -> tuple[Member, ...]:
+        """Replicas that copy the state, and that the meeting waits for, too."""
+        return tuple(
+            each
+            for each in self.roster
+            if each.applied != self.round and each.is_connected and not each.is_late
+        )
+
+    def with_member(self, member: Member) -> HubState:
+        """The state with a replica added, or replaced."""
+        others = [each for each in self.roster if each.name != member.name]
+        return replace(self, roster=tuple(sorted([*others, member], key=lambda each: each.name)))
+
+    def without(self, name: str) -> HubState:
+        """The state without a replica."""
+        return replace(self, roster=tuple(each for each in self.roster if each.name != name))
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether no replica holds the state any more, in a run that has begun."""
+        has_begun = self.phase not in (Phase.OPENING, Phase.ENDED)
+        return has_begun and not any(each.applied == self.round for each in self.roster)
+
+    def vacated(self) -> HubState:
+        """The state that waits for replicas which start the run again, from a checkpoint."""
+        return replace(
+            self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
+            is_epoch_used_up=False, is_suspicious=False, retries=0, drifted="",
+        )  # fmt: skip
+
+    def in_lineage(self, lineage: int, count: int, digest: str) -> HubState:
+        """The state that goes on from a checkpoint: the commits after it are void."""
+        return replace(self, lineage=lineage, round=count, digest=digest)
+
+    def committed(self, count: int, digest: str, samples: int) -> HubState:
+        """The state after `count` commits."""
+        roster = tuple(
+            replace(
+                each, applied=count if each.name in self.members else each.applied,
+                is_arrived=False, ready=None, lost=(),
+            )
+            for each in self.roster
+        )  # fmt: skip
+        return replace(
+            self, round=count, digest=digest, samples=samples, roster=roster, retries=0,
+            drifted="", phase=Phase.GATHER,
+        )  # fmt: skip
+
+    @property
+    def open_fields(self) -> dict[str, Any]:
+        """What the journal's `open` has: which training goes on, and from which commit."""
+        return {"lineage": self.lineage, "round": self.round, "digest": self.digest}
+
+
+def replay(entries: Sequence[JournalEntry], minimum: int) -> HubState:
+    """The state of a hub that is started on a journal, its term included.
+
+    Nobody is connected, and whatever was under way between the replicas is not known any more:
+    the epoch's groups may be formed in part, or hold parts of an exchange.
+    """
+    state = HubState(minimum=minimum, term=0)
+    for entry in entries:
+        has = entry.fields
+        if entry.event == "open":
+            state = replace(state, term=entry.term)
+            if has["lineage"] != state.lineage:
+                state = state.in_lineage(has["lineage"], has["round"], has["digest"])
+        elif entry.event == "join":
+            applied = state.round if state.phase is Phase.OPENING else NO_STATE
+            member = Member(
+                has["name"], has["incarnation"], (), applied, state.joins, is_connected=False
+            )
+            state = replace(
+                state, joins=state.joins + 1, layout=has["layout"], nominal=has["nominal"]
+            )
+            state = state.with_member(member)
+        elif entry.event == "leave":
+            is_finished = state.is_finished or has["reason"] == LeaveReason.FINISHED
+            state = replace(state.without(has["name"]), is_finished=is_finished)
+            if state.is_vacant:
+                state = state.vacated()
+        elif entry.event == "epoch":
+            members = tuple(has["members"])
+            handles = dict(zip(members, has["handles"], strict=True))
+            roster = tuple(
+                replace(m, applied=state.round, handles=tuple(handles[m.name]))
+                if m.name in members
+                else m
+                for m in state.roster
+            )
+            state = replace(
+                state, epoch=entry.epoch, members=members, phase=Phase.GATHER, roster=roster
+            )
+        elif entry.event == "commit":
+            state = state.committed(has["round"] + 1, has["digest"], has["samples"])
+        elif entry.event == "end":
+            state = replace(state, phase=Phase.ENDED)
+    return replace(state, term=state.term + 1, is_epoch_used_up=state.epoch > 0)

@@ -1,0 +1,221 @@
+"""A replica's side of the protocol: a pure state machine, the counterpart of `machine`.
+
+The ranks of a replica act on one ordered sequence of orders, which are the hub's messages that are
+valid where the replica stands. What the ranks have done comes back as a report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from megatron_edit.elastic.hub_state import NO_STATE
+from megatron_edit.elastic.messages import (
+    Abandon,
+    Arrive,
+    Commit,
+    End,
+    Failed,
+    Fenced,
+    Formed,
+    FormEpoch,
+    FromHub,
+    FromReplica,
+    Go,
+    Heal,
+    Healed,
+    Hello,
+    Leave,
+    Ready,
+    Refused,
+    Welcome,
+)
+
+
+class Task(Enum):
+    """What the ranks of a replica do."""
+
+    COPY = "copy"  # the state, from another replica
+    TRAIN = "train"
+    WAIT = "wait"  # at the meeting
+    FORM = "form"  # the groups of an epoch
+    STAND = "stand"  # the groups are formed; wait for the others'
+    EXCHANGE = "exchange"
+    READY = "ready"  # the result is complete; wait for the decision
+    FAILED = "failed"  # forming or exchanging has failed; wait until it is abandoned
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """Where a replica stands.
+
+    Attributes:
+        hello: as it was at the start.
+        task: see there.
+        applied: commits whose result it holds; `NO_STATE`: none.
+        digest: of that state.
+        epoch: whose groups the task is about.
+        ready: the result that waits for the decision.
+        has_begun: whether the ranks train, or have trained, in this run. The first groups are
+            formed before that; a failure then ends the run.
+    """
+
+    hello: Hello
+    task: Task
+    applied: int
+    digest: str
+    epoch: int = 0
+    ready: Ready | None = None
+    has_begun: bool = False
+
+    @classmethod
+    def fresh(cls, hello: Hello) -> ReplicaState:
+        """Of a replica that has just started."""
+        return cls(hello, Task.WAIT, hello.applied, hello.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The connection to the hub stands, again or for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDue:
+    """The ranks have come to the end of a round's training."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsFormed:
+    """All ranks have formed the groups of an epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """All ranks hold the complete result of a round."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFailed:
+    """A rank could not form the groups, or exchange, with these replicas."""
+
+    epoch: int
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopied:
+    """All ranks hold the state after a round, with this digest."""
+
+    round: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """The ranks end at the next step."""
+
+    reason: str
+
+
+Report = Connected | RoundDue | GroupsFormed | Exchanged | ExchangeFailed | StateCopied | Quit
+Order = FormEpoch | Go | Commit | Abandon | Heal | Fenced | Refused | End
+ACTIVE = (Task.FORM, Task.STAND, Task.EXCHANGE, Task.READY)
+BUSY = (*ACTIVE, Task.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What follows from an input.
+
+    Attributes:
+        state: the replica's state.
+        messages: for the hub, in order.
+        orders: for the ranks, in order.
+    """
+
+    state: ReplicaState
+    messages: tuple[FromReplica, ...] = ()
+    orders: tuple[Order, ...] = ()
+
+
+def report(state: ReplicaState, given: Report) -> Outcome:
+    """What follows where the ranks, or the connection, report something."""
+    match given:
+        case Connected():
+            hello = replace(
+                state.hello, applied=state.applied, digest=state.digest, epoch=state.epoch,
+                is_fresh=not state.has_begun, is_busy=state.task in BUSY and state.has_begun,
+            )  # fmt: skip
+            return Outcome(state, (hello, *_outstanding(state)))
+        case RoundDue():
+            waiting = replace(state, task=Task.WAIT)
+            return Outcome(waiting, (Arrive(state.applied),))
+        case GroupsFormed(epoch) if (state.task, state.epoch) == (Task.FORM, epoch):
+            task = Task.STAND if state.has_begun else Task.TRAIN
+            return Outcome(replace(state, task=task, has_begun=True), (Formed(epoch),))
+        case Exchanged(ready) if (state.task, state.epoch) == (Task.EXCHANGE, ready.epoch):
+            return Outcome(replace(state, task=Task.READY, ready=ready), (ready,))
+        case ExchangeFailed(epoch, lost) if state.task in ACTIVE and state.epoch == epoch:
+            return Outcome(replace(state, task=Task.FAILED), (Failed(epoch, lost),))
+        case StateCopied(count, digest) if state.task is Task.COPY:
+            copied = replace(state, task=Task.WAIT, applied=count, digest=digest)
+            return Outcome(copied, (Healed(count, digest), Arrive(count)))
+        case Quit(reason):
+            return Outcome(replace(state, task=Task.ENDED), (Leave(reason),))
+    return Outcome(state)
+
+
+def receive(state: ReplicaState, message: FromHub) -> Outcome:
+    """What follows from a message of the hub. What has been done already is not done again."""
+    match message:
+        case Welcome(is_joiner=True) if not state.has_begun:
+            return Outcome(
+                replace(state, task=Task.COPY, applied=NO_STATE, digest="", has_begun=True)
+            )
+        case FormEpoch(_, epoch) if epoch > state.epoch:
+            aside = (Abandon(state.epoch),) if state.task in BUSY else ()
+            forming = replace(state, task=Task.FORM, epoch=epoch, ready=None)
+            return Outcome(forming, orders=(*aside, message))
+        case FormEpoch(_, epoch) if state.task not in BUSY and epoch == state.epoch:
+            return Outcome(state, (Formed(epoch),))
+        case FormEpoch(_, epoch) if (state.task, state.epoch) == (Task.STAND, epoch):
+            return Outcome(state, (Formed(epoch),))
+        case Go(epoch, count) if state.task in (Task.STAND, Task.WAIT) and (
+            (epoch, count) == (state.epoch, state.applied)
+        ):
+            return Outcome(replace(state, task=Task.EXCHANGE), orders=(message,))
+        case Commit(count) if state.ready is not None and count == state.applied:
+            applied = replace(
+                state, task=Task.TRAIN, applied=count + 1, digest=state.ready.digest, ready=None
+            )
+            return Outcome(applied, orders=(message,))
+        case Abandon(epoch) if state.task in BUSY and epoch == state.epoch:
+            waiting = replace(state, task=Task.WAIT, ready=None)
+            return Outcome(waiting, (Arrive(state.applied),), (message,))
+        case Heal(count, digest):
+            if (count, digest) == (state.applied, state.digest):
+                return Outcome(state, (Healed(count, digest), *_outstanding(state)))
+            return Outcome(replace(state, task=Task.COPY), orders=(message,))
+        case Fenced() | Refused() | End():
+            return Outcome(replace(state, task=Task.ENDED), orders=(message,))
+    return Outcome(state)
+
+
+def _outstanding(state: ReplicaState) -> tuple[FromReplica, ...]:
+    """What the hub may not have heard before the connection ended."""
+    match state.task:
+        case Task.WAIT if state.has_begun:
+            return (Arrive(state.applied),)
+        case Task.STAND:
+            return (Formed(state.epoch),)
+        case Task.FAILED:
+            return (Failed(state.epoch),)
+        case Task.READY:
+            assert state.ready is not None, "ready without a result"
+            return (state.ready,)
+    return ()

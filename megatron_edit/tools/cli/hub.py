@@ -1,0 +1,180 @@
+"""Run, query or stop the hub of an elastic run: it decides which replicas take part.
+
+megatron-edit hub --state-dir DIR [--listen HOST:PORT] [--min-replicas N] [--token-file FILE]
+megatron-edit hub status HOST:PORT [--json] [--token-file FILE]
+megatron-edit hub stop HOST:PORT [--token-file FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import os
+import signal
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.elastic.agent import HubAddress, query
+from megatron_edit.elastic.channel import ChannelError
+from megatron_edit.elastic.journal import Journal
+from megatron_edit.elastic.server import Hub
+from megatron_edit.errors import UsageError
+from megatron_edit.tools.cli.common import refuse_rest
+
+TOKEN_VARIABLE = "EDIT_HUB_TOKEN"
+LEAST_TOKEN_BYTES = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments."""
+    parser.add_argument("action", nargs="?", choices=("status", "stop"), help="default: run a hub")
+    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="of the hub to query")
+    parser.add_argument(
+        "--state-dir", metavar="DIR", help="folder of the journal; kept over restarts"
+    )
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT",
+                        help="port 0 takes a free one (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N",
+                        help="no round is synced with fewer (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help=f"secret that hub and replicas share (default: {TOKEN_VARIABLE})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the status as JSON")
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Run a hub until SIGTERM, or query one.
+
+    Raises:
+        UsageError: an argument is wrong, or there is no such hub.
+    """
+    refuse_rest("hub", rest)
+    token = read_token(options.token_file)
+    if options.action is not None:
+        return _query(options, token)
+    if options.address is not None or options.state_dir is None:
+        raise UsageError("hub", "needs --state-dir", "name a folder for the journal")
+    if options.min_replicas < 1:
+        raise UsageError(
+            f"--min-replicas {options.min_replicas}", "must be at least 1", "leave it out"
+        )
+    host, port = parse_address("--listen", options.listen, least_port=0)
+    if not token and not is_loopback(host):
+        raise UsageError(
+            f"--listen {options.listen}", "without a token a hub listens on loopback only",
+            f"give --token-file or {TOKEN_VARIABLE}",
+        )  # fmt: skip
+    journal = Journal.open(Path(options.state_dir))
+    hub = Hub.start(journal, options.min_replicas, token, say=_say)
+    try:
+        asyncio.run(_serve(hub, host, port))
+    except OSError as error:
+        raise UsageError(
+            f"--listen {options.listen}", f"cannot listen there ({error.strerror})",
+            "name another address or port",
+        ) from None  # fmt: skip
+    finally:
+        journal.close()
+    return 0
+
+
+async def _serve(hub: Hub, host: str, port: int) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hub.close)
+    await hub.serve(
+        host, port, on_ready=lambda host, port: _say(f"hub: listening on {host}:{port}")
+    )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _query(options: Namespace, token: bytes) -> int:
+    if options.address is None:
+        raise UsageError(f"hub {options.action}", "needs the hub's address", "give HOST:PORT")
+    host, port = parse_address("HOST:PORT", options.address)
+    try:
+        status = json.loads(query(HubAddress(host, port, token), options.action.encode()))
+    except (OSError, ChannelError) as error:
+        raise UsageError(
+            options.address, f"no hub answers there ({error})",
+            "check the address, the token, and that the hub runs",
+        ) from None  # fmt: skip
+    if options.json:
+        _say(json.dumps(status, indent=1))
+    else:
+        _say("\n".join(status_lines(status)))
+    return 0
+
+
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """The status of a hub, for people."""
+    lines = [
+        f"term {status['term']}, epoch {status['epoch']}, round {status['round']}, "
+        f"{status['samples']} samples, {status['phase']}"
+    ]
+    for member in status["members"]:
+        connection = "" if member["connected"] else ", not connected"
+        lines.append(f"  {member['name']}: {member['state']}, step {member['step']}{connection}")
+    return lines
+
+
+def read_token(file: str | None) -> bytes:
+    """The shared token; empty where none is given.
+
+    Args:
+        file: its file; None takes the environment variable.
+
+    Raises:
+        UsageError: the file cannot be read, or the token is too short.
+    """
+    if file is None:
+        token, source = os.environ.get(TOKEN_VARIABLE, "").strip().encode(), TOKEN_VARIABLE
+        if not token:
+            return b""
+    else:
+        source = f"--token-file {file}"
+        try:
+            token = Path(file).read_bytes().strip()
+        except OSError as error:
+            raise UsageError(
+                source, f"cannot be read ({error.strerror})", "name another file"
+            ) from None
+    if len(token) < LEAST_TOKEN_BYTES:
+        raise UsageError(
+            source, f"has {len(token)} bytes, needs at least {LEAST_TOKEN_BYTES}",
+            "make one, for example with: openssl rand -hex 32",
+        )  # fmt: skip
+    return token
+
+
+def parse_address(name: str, text: str, *, least_port: int = 1) -> tuple[str, int]:
+    """Host and port of HOST:PORT.
+
+    Raises:
+        UsageError: not of this form.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and least_port <= int(port) < 65536):
+        raise UsageError(f"{name} {text}", "must be HOST:PORT", "for example 10.0.0.1:29600")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host can be reached from this machine only."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(each)).is_loopback for each in found)

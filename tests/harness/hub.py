@@ -1,0 +1,167 @@
+"""A hub in a thread, and replicas that only pretend to train, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_edit.elastic.agent import Agent, HubAddress
+from megatron_edit.elastic.journal import Journal
+from megatron_edit.elastic.messages import (
+    Abandon,
+    Commit,
+    End,
+    Fenced,
+    FormEpoch,
+    Go,
+    Heal,
+    Hello,
+    Ready,
+    Refused,
+)
+from megatron_edit.elastic.replica import (
+    Exchanged,
+    GroupsFormed,
+    Order,
+    Quit,
+    RoundDue,
+    StateCopied,
+)
+from megatron_edit.elastic.server import Hub
+
+TIMEOUT = 20.0
+
+
+@contextmanager
+def running_hub(
+    folder: Path, minimum: int = 1, token: bytes = b"", port: int = 0
+) -> Iterator[tuple[Hub, HubAddress]]:
+    """A hub that listens on loopback until the context ends."""
+    journal = Journal.open(folder)
+    hub = Hub.start(journal, minimum, token, say=lambda line: None)
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    found: list[int] = []
+
+    def on_ready(host: str, port: int) -> None:
+        found.append(port)
+        ready.set()
+
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(hub.serve("127.0.0.1", port, on_ready=on_ready))
+    )
+    thread.start()
+    assert ready.wait(TIMEOUT)
+    try:
+        yield hub, HubAddress("127.0.0.1", found[0], token)
+    finally:
+        loop.call_soon_threadsafe(hub.close)
+        thread.join(TIMEOUT)
+        loop.close()
+        journal.close()
+
+
+class PretendingReplica:
+    """A replica whose ranks are a thread: it trains by sleeping, and its state is a text.
+
+    Args:
+        address: of the hub.
+        name: of the replica.
+        nominal: replicas that the run begins with.
+        rounds: commits after which training is over.
+        step_seconds: of a round's training.
+        minimum: `--edit-min-replicas`.
+        states: state after each commit that any replica has applied, for those that copy it.
+    """
+
+    def __init__(
+        self, address: HubAddress, name: str, nominal: int, rounds: int, *,
+        step_seconds: float = 0.02, minimum: int = 1, states: dict[int, str] | None = None,
+        incarnation: str = "1", layout: str = "layout",
+    ) -> None:  # fmt: skip
+        hello = Hello(name, incarnation, layout, nominal, minimum, (name,), True, 0)
+        self.agent = Agent(address, hello, TIMEOUT)
+        self.name, self._rounds, self._step_seconds = name, rounds, step_seconds
+        self.states = {} if states is None else states
+        self.digest, self.orders = "", list[Order]()
+        self.corrupts_round: int | None = None
+        self._members: tuple[str, ...] = ()
+        self._is_last = False
+        self._killed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> PretendingReplica:
+        """Begin."""
+        self.agent.start()
+        self._thread.start()
+        return self
+
+    def kill(self) -> None:
+        """End without a word, as after SIGKILL: the connection closes."""
+        self._killed.set()
+        self.agent._closing.set()
+        self.agent._reports = queue.SimpleQueue()
+        if (session := self.agent._session) is not None:
+            session[0].close()
+        self._thread.join(TIMEOUT)
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join(TIMEOUT)
+        assert not self._thread.is_alive(), f"{self.name}: {self.agent.state}"
+        self.agent.close()
+
+    def _run(self) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not self._killed.is_set() and time.monotonic() < deadline:
+            order = self.agent.next_order(0.02)
+            if order is None:
+                continue
+            self.orders.append(order)
+            if isinstance(order, Fenced | Refused | End):
+                return
+            if self._obey(order):
+                return
+
+    def _obey(self, order: Order) -> bool:
+        """Do what an order says; whether training is over."""
+        match order:
+            case FormEpoch(_, epoch, members):
+                is_first = not self.agent.state.has_begun
+                self._members = members
+                self.agent.report(GroupsFormed(epoch))
+                if is_first:
+                    self._train()
+            case Go(epoch, count, is_last):
+                self._is_last = is_last
+                digest = f"{self.digest}/{count}:{','.join(self._members)}"
+                if count == self.corrupts_round:
+                    digest += "!"
+                blocks = tuple((name, ((count, 1),)) for name in self._members)
+                ready = Ready(epoch, count, f"plan {count}", (digest,), 4 * (count + 1), blocks)
+                self.agent.report(Exchanged(ready))
+            case Commit(count):
+                self.digest = self.agent.state.digest
+                self.states[count + 1] = self.digest
+                if self._is_last or count + 1 >= self._rounds:
+                    self.agent.report(Quit("finished"))
+                    return True
+                self._train()
+            case Heal(count, digest):
+                while count not in self.states:
+                    time.sleep(0.005)
+                self.digest = self.states[count]
+                assert self.digest == digest
+                self.agent.report(StateCopied(count, self.digest))
+            case Abandon():
+                pass
+        return False
+
+    def _train(self) -> None:
+        self._killed.wait(self._step_seconds)
+        if not self._killed.is_set():
+            self.agent.report(RoundDue())

@@ -1,0 +1,384 @@
+"""Every state that hub and replicas can reach together, with few replicas, rounds and faults.
+
+Replicas are killed, cut off, replaced, taken for lost; the hub is killed between any two of its
+actions and started again on its journal. Would catch: a replica that applies what was not
+committed, two results for one round, a commit of replicas that differ, a wait that nothing ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megatron_edit.elastic.hub_state import HubState, Phase, replay
+from megatron_edit.elastic.journal import JournalEntry
+from megatron_edit.elastic.machine import Disconnected, Lost, Record, Send, step
+from megatron_edit.elastic.messages import Commit, Hello, Ready
+from megatron_edit.elastic.replica import (
+    Connected,
+    Exchanged,
+    ExchangeFailed,
+    GroupsFormed,
+    Outcome,
+    Quit,
+    ReplicaState,
+    RoundDue,
+    StateCopied,
+    Task,
+    receive,
+    report,
+)
+
+Queue = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A replica and its connection."""
+
+    state: ReplicaState
+    is_alive: bool = True
+    is_linked: bool = False
+    to_hub: Queue = ()
+    from_hub: Queue = ()
+    starts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything: the hub, its journal, the replicas, and the faults that may still happen."""
+
+    hub: HubState
+    journal: tuple[str, ...]
+    peers: tuple[Peer, ...]
+    faults: int
+
+    def with_peer(self, index: int, peer: Peer) -> World:
+        return replace(self, peers=(*self.peers[:index], peer, *self.peers[index + 1 :]))
+
+
+def hello(index: int, start: int, applied: int, num: int) -> Hello:
+    return Hello("abc"[index], f"{start}", "layout", num, 1, ("abc"[index],), True, applied)
+
+
+def beginning(num: int, faults: int) -> World:
+    peers = tuple(Peer(ReplicaState.fresh(hello(i, 1, 0, num))) for i in range(num))
+    return World(HubState(), (line("open", 1, 0, HubState().open_fields),), peers, faults)
+
+
+def line(event: str, term: int, epoch: int, fields: dict[str, Any]) -> str:
+    return json.dumps([event, term, epoch, fields])
+
+
+@cache
+def entries(journal: tuple[str, ...]) -> list[JournalEntry]:
+    parsed = (json.loads(text) for text in journal)
+    return [JournalEntry(0, 0.0, term, epoch, e, fields, "") for e, term, epoch, fields in parsed]
+
+
+def members_of(world: World, epoch: int) -> list[str]:
+    """As the journal has them."""
+    found = [e for e in entries(world.journal) if (e.event, e.epoch) == ("epoch", epoch)]
+    return list(found[-1].fields["members"])
+
+
+def outcome(world: World, index: int, result: Outcome) -> World:
+    peer = world.peers[index]
+    check_orders(world, index, peer.state, result)
+    sent = (*peer.to_hub, *result.messages) if peer.is_linked else peer.to_hub
+    return world.with_peer(index, replace(peer, state=result.state, to_hub=sent))
+
+
+def check_orders(world: World, index: int, before: ReplicaState, result: Outcome) -> None:
+    for order in result.orders:
+        if isinstance(order, Commit):
+            commits = [e for e in entries(world.journal) if e.event == "commit"]
+            commit = [e for e in commits if e.fields["round"] == order.round][-1]
+            assert before.hello.name in commit.fields["members"]
+            assert commit.fields["digest"] == result.state.digest
+
+
+def hub_steps(world: World, name: str, given: Any, *, may_crash: bool) -> Iterator[World]:
+    """The hub takes an input; where it may crash, also each way to end in the middle."""
+    state, outputs = step(world.hub, name, given)
+    now = world
+    for done in outputs:
+        if may_crash and world.faults > 0:
+            yield crash(now)
+        if isinstance(done, Record):
+            now = replace(
+                now, journal=(*now.journal, line(done.event, state.term, done.epoch, done.fields))
+            )
+        else:
+            now = deliver_to(now, done)
+    yield replace(now, hub=state)
+
+
+def deliver_to(world: World, send: Send) -> World:
+    for index, peer in enumerate(world.peers):
+        if peer.state.hello.name == send.name and peer.is_linked and peer.is_alive:
+            return world.with_peer(index, replace(peer, from_hub=(*peer.from_hub, send.message)))
+    return world
+
+
+def crash(world: World) -> World:
+    """The hub is killed, and started again on its journal. What was on its way is lost."""
+    first = entries(world.journal)
+    hub = replay(first, world.hub.minimum)
+    journal = (*world.journal, line("open", hub.term, hub.epoch, hub.open_fields))
+    peers = tuple(replace(p, is_linked=False, to_hub=(), from_hub=()) for p in world.peers)
+    return World(hub, journal, peers, world.faults - 1)
+
+
+def moves(world: World, rounds: int) -> Iterator[World]:
+    """What happens without a fault: each is enabled until it has happened.
+
+    Once no fault is left, what a replica does by itself with what it has received happens at once:
+    the order of such moves of different replicas makes no difference.
+    """
+    if world.faults == 0 and (local := next(local_moves(world), None)) is not None:
+        yield local
+        return
+    for index, peer in enumerate(world.peers):
+        name = peer.state.hello.name
+        if peer.to_hub:
+            rest = world.with_peer(index, replace(peer, to_hub=peer.to_hub[1:]))
+            yield from hub_steps(rest, name, peer.to_hub[0], may_crash=True)
+        elif not (peer.is_linked and peer.is_alive) or peer.state.task is Task.ENDED:
+            member = world.hub.member(name)
+            if member is not None and member.is_connected:
+                yield from hub_steps(world, name, Disconnected(), may_crash=False)
+            elif member is not None and world.hub.phase is not Phase.ENDED:
+                yield from hub_steps(world, name, Lost(), may_crash=False)
+        if peer.is_alive and peer.is_linked and peer.state.task is not Task.ENDED:
+            yield from ranks(world, index, peer, rounds)
+    yield from local_moves(world)
+
+
+def local_moves(world: World) -> Iterator[World]:
+    """Replicas connect, and take what the hub has sent."""
+    for index, peer in enumerate(world.peers):
+        if not peer.is_alive or peer.state.task is Task.ENDED:
+            continue
+        if not peer.is_linked:
+            member = world.hub.member(peer.state.hello.name)
+            if not peer.to_hub and (member is None or not member.is_connected):
+                linked = world.with_peer(index, replace(peer, is_linked=True))
+                yield outcome(linked, index, report(peer.state, Connected()))
+        elif peer.from_hub:
+            rest = world.with_peer(index, replace(peer, from_hub=peer.from_hub[1:]))
+            yield outcome(rest, index, receive(peer.state, peer.from_hub[0]))
+
+
+def ranks(world: World, index: int, peer: Peer, rounds: int) -> Iterator[World]:
+    """What the ranks of a replica do by themselves."""
+    state = peer.state
+    if state.task is Task.TRAIN:
+        done = state.applied >= rounds
+        yield outcome(world, index, report(state, Quit("finished") if done else RoundDue()))
+    if state.task is Task.COPY and state.epoch == 0 and world.hub.round > 0:
+        yield from copies(world, index, state)
+    if state.task in (Task.FORM, Task.EXCHANGE):
+        members = members_of(world, state.epoch)
+        others = [p for p in world.peers if p.state.hello.name in members]
+        if all(takes_part(p, state) for p in others):
+            yield outcome(world, index, report(state, finished(state, members)))
+        elif any(has_left(p, state) for p in others):
+            yield outcome(world, index, report(state, ExchangeFailed(state.epoch)))
+
+
+def takes_part(peer: Peer, state: ReplicaState) -> bool:
+    """Whether another replica does the same collective, or has done it."""
+    other = peer.state
+    if not peer.is_alive or other.epoch != state.epoch:
+        return False
+    if state.task is Task.FORM:
+        return other.task not in (Task.ENDED,)
+    return other.applied > state.applied or (
+        other.applied == state.applied and other.task in (Task.EXCHANGE, Task.READY)
+    )
+
+
+def has_left(peer: Peer, state: ReplicaState) -> bool:
+    """Whether another replica will not take part any more."""
+    other = peer.state
+    if not peer.is_alive or other.task in (Task.ENDED, Task.FAILED) or other.epoch > state.epoch:
+        return True
+    return (
+        state.task is Task.EXCHANGE
+        and other.applied == state.applied
+        and (other.task is Task.WAIT and not any(True for m in peer.from_hub))
+    )
+
+
+def finished(state: ReplicaState, members: list[str]) -> GroupsFormed | Exchanged:
+    if state.task is Task.FORM:
+        return GroupsFormed(state.epoch)
+    digest = f"{state.digest}/{state.applied}:{''.join(members)}"
+    return Exchanged(Ready(state.epoch, state.applied, "plan", (digest,), 0, ()))
+
+
+def copies(world: World, index: int, state: ReplicaState) -> Iterator[World]:
+    """A joiner copies what a replica that has applied holds."""
+    for peer in world.peers:
+        donor = peer.state
+        if peer.is_alive and donor.applied > 0 and donor.hello.name != state.hello.name:
+            yield outcome(world, index, report(state, StateCopied(donor.applied, donor.digest)))
+
+
+def faults(world: World) -> Iterator[World]:
+    """Each costs one of the faults that are left."""
+    less = replace(world, faults=world.faults - 1)
+    for index, peer in enumerate(world.peers):
+        if peer.state.task is Task.ENDED:
+            continue
+        for kept in {(), peer.to_hub}:
+            if peer.is_alive:
+                dead = replace(peer, is_alive=False, is_linked=False, to_hub=kept, from_hub=())
+                yield less.with_peer(index, dead)
+            if peer.is_linked:
+                yield less.with_peer(
+                    index, replace(peer, is_linked=False, to_hub=kept, from_hub=())
+                )
+        if (member := world.hub.member(peer.state.hello.name)) and member.is_connected:
+            yield from hub_steps(less, member.name, Lost(), may_crash=False)
+    yield crash(world)
+
+
+def returns(world: World, num: int) -> Iterator[World]:
+    """A replica that is dead, or has been fenced, is started again once."""
+    for index, peer in enumerate(world.peers):
+        is_gone = not peer.is_alive or peer.state.task is Task.ENDED
+        if is_gone and peer.starts < 2 and not peer.to_hub and world.hub.phase is not Phase.ENDED:
+            fresh = ReplicaState.fresh(hello(index, peer.starts + 1, 0, num))
+            yield world.with_peer(index, Peer(fresh, starts=peer.starts + 1))
+
+
+def check(world: World) -> None:
+    """What holds in every state."""
+    commits: list[str] = []
+    ever: set[str] = set()
+    for entry in entries(world.journal):
+        if entry.event == "open":
+            del commits[entry.fields["round"] :]
+        elif entry.event == "commit":
+            assert entry.fields["round"] == len(commits)
+            commits.append(entry.fields["digest"])
+            ever.add(commits[-1])
+    for peer in world.peers:
+        state, member = peer.state, world.hub.member(peer.state.hello.name)
+        if state.applied > 0:  # a replica that was cut off may hold what is void by now
+            assert state.digest in ever
+        if member is not None and member.incarnation == state.hello.incarnation:
+            assert state.applied <= 0 or state.digest == commits[state.applied - 1]
+
+
+def is_over(world: World) -> bool:
+    """Whether nothing is left to happen that somebody waits for. A run that has not begun waits
+    for replicas to be started."""
+    ended = [not p.is_alive or p.state.task is Task.ENDED for p in world.peers]
+    return all(ended) or (world.hub.phase is Phase.OPENING and any(ended))
+
+
+def explore(num: int, num_rounds: int, num_faults: int, *, returning: bool) -> dict[str, int]:
+    start = beginning(num, num_faults)
+    seen, todo, ends = {start}, deque([start]), {"states": 0, "complete": 0, "ended": 0}
+    while todo:
+        world = todo.popleft()
+        check(world)
+        following = list(moves(world, num_rounds))
+        if not following:
+            if not is_over(world):
+                raise AssertionError(repr(world))
+            has_all = world.hub.round == num_rounds
+            ends["complete" if has_all else "ended"] += 1
+        if world.faults > 0:
+            following += faults(world)
+        if returning:
+            following += returns(world, num)
+        for each in following:
+            if each not in seen:
+                seen.add(each)
+                todo.append(each)
+    ends["states"] = len(seen)
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("num", "rounds", "num_faults", "returning"),
+    [(1, 2, 2, True), (2, 2, 0, False), (2, 2, 1, False), (2, 1, 1, True)],
+)
+def test_no_reachable_state_breaks_the_protocol(
+    num: int, rounds: int, num_faults: int, returning: bool
+) -> None:
+    """All states of small runs; each that nothing follows must be a regular end."""
+    ends = explore(num, rounds, num_faults, returning=returning)
+    assert ends["complete"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num", "rounds", "num_faults", "returning"), [(2, 1, 2, False), (3, 1, 1, False)]
+)
+def test_no_reachable_state_of_larger_runs_breaks_the_protocol(
+    num: int, rounds: int, num_faults: int, returning: bool
+) -> None:
+    ends = explore(num, rounds, num_faults, returning=returning)
+    assert ends["complete"] > 0
+
+
+class RandomRun(RuleBasedStateMachine):
+    """Runs of three replicas and three rounds with up to eight faults, at random."""
+
+    NUM, ROUNDS, FAULTS = 3, 3, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = beginning(self.NUM, self.FAULTS)
+
+    def choose(self, options: list[World], pick: int) -> None:
+        if options:
+            self.world = options[pick % len(options)]
+
+    @rule(picks=st.lists(st.integers(0, 999), min_size=1, max_size=20))
+    def go_on(self, picks: list[int]) -> None:
+        for pick in picks:
+            self.choose(list(moves(self.world, self.ROUNDS)), pick)
+            check(self.world)
+
+    @precondition(lambda self: self.world.faults > 0)
+    @rule(pick=st.integers(0, 999))
+    def fail(self, pick: int) -> None:
+        self.choose(list(faults(self.world)), pick)
+
+    @rule(pick=st.integers(0, 999))
+    def come_back(self, pick: int) -> None:
+        self.choose(list(returns(self.world, self.NUM)), pick)
+
+    @invariant()
+    def nothing_contradicts(self) -> None:
+        check(self.world)
+
+    def teardown(self) -> None:
+        """Without further faults every run comes to an end."""
+        self.world = replace(self.world, faults=0)
+        for number in range(2000):
+            options = list(moves(self.world, self.ROUNDS))
+            if not options:
+                break
+            self.choose(options, number * 7919)
+            check(self.world)
+        assert is_over(self.world), self.world
+
+
+test_random_runs = RandomRun.TestCase
+test_random_runs.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
