@@ -238,7 +238,7 @@ class _Step:
 
     def _reconnect(self, member: Member, hello: Hello) -> None:
         """A member is back, with what it holds; what it may have missed is sent again."""
-        member = replace(member, is_connected=True, handles=hello.handles)
+        member = replace(member, is_connected=True, handles=member.handles or hello.handles)
         self._set(member)
         state = self.state
         is_joiner = member.applied != state.round
@@ -340,7 +340,7 @@ class _Step:
 
     def _arrive(self, member: Member, arrive: Arrive) -> None:
         if arrive.round == self.state.round == member.applied:
-            self._set(replace(member, is_arrived=True))
+            self._set(replace(member, is_arrived=True, handles=arrive.handles))
             self._gather()
 
     def _gather(self) -> None:

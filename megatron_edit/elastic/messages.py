@@ -37,7 +37,7 @@ class Hello:
         layout: hash of model, layout inside the replica and settings that must be equal.
         nominal: `--edit-nominal-replicas`.
         minimum: `--edit-min-replicas`.
-        handles: addresses of its ranks, for groups between replicas.
+        handles: addresses of its ranks, for the first groups between replicas.
         is_fresh: whether it has not trained in this run.
         applied: commits whose result it holds; -1 where it has still to copy the state.
         digest: of that state; empty before the first commit.
@@ -77,9 +77,11 @@ class Arrive:
 
     Attributes:
         round: commits so far, as the replica knows them.
+        handles: addresses of its ranks, which change with each group they form.
     """
 
     round: int
+    handles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Task(Enum):
     EXCHANGE = "exchange"
     READY = "ready"  # the result is complete; wait for the decision
     FAILED = "failed"  # forming or exchanging has failed; wait until it is abandoned
+    ABANDON = "abandon"  # put the exchange aside
     ENDED = "ended"
 
 
@@ -57,6 +58,7 @@ class ReplicaState:
         digest: of that state.
         epoch: whose groups the task is about.
         ready: the result that waits for the decision.
+        handles: addresses of the ranks.
         has_begun: whether the ranks train, or have trained, in this run. The first groups are
             formed before that; a failure then ends the run.
     """
@@ -67,6 +69,7 @@ class ReplicaState:
     digest: str
     epoch: int = 0
     ready: Ready | None = None
+    handles: tuple[str, ...] = ()
     has_begun: bool = False
 
     @classmethod
@@ -82,7 +85,13 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class RoundDue:
-    """The ranks have come to the end of a round's training."""
+    """The ranks wait at the meeting: a round's training is over, or an exchange is put aside.
+
+    Attributes:
+        handles: addresses of the ranks.
+    """
+
+    handles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +118,11 @@ class ExchangeFailed:
 
 @dataclass(frozen=True, slots=True)
 class StateCopied:
-    """All ranks hold the state after a round, with this digest."""
+    """All ranks hold the state after a round, with this digest, and wait at the meeting."""
 
     round: int
     digest: str
+    handles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +162,9 @@ def report(state: ReplicaState, given: Report) -> Outcome:
                 is_fresh=not state.has_begun, is_busy=state.task in BUSY and state.has_begun,
             )  # fmt: skip
             return Outcome(state, (hello, *_outstanding(state)))
-        case RoundDue():
-            waiting = replace(state, task=Task.WAIT)
-            return Outcome(waiting, (Arrive(state.applied),))
+        case RoundDue(handles) if state.task in (Task.TRAIN, Task.ABANDON):
+            waiting = replace(state, task=Task.WAIT, handles=handles)
+            return Outcome(waiting, (Arrive(state.applied, handles),))
         case GroupsFormed(epoch) if (state.task, state.epoch) == (Task.FORM, epoch):
             task = Task.STAND if state.has_begun else Task.TRAIN
             return Outcome(replace(state, task=task, has_begun=True), (Formed(epoch),))
@@ -162,9 +172,9 @@ def report(state: ReplicaState, given: Report) -> Outcome:
             return Outcome(replace(state, task=Task.READY, ready=ready), (ready,))
         case ExchangeFailed(epoch, lost) if state.task in ACTIVE and state.epoch == epoch:
             return Outcome(replace(state, task=Task.FAILED), (Failed(epoch, lost),))
-        case StateCopied(count, digest) if state.task is Task.COPY:
-            copied = replace(state, task=Task.WAIT, applied=count, digest=digest)
-            return Outcome(copied, (Healed(count, digest), Arrive(count)))
+        case StateCopied(count, digest, handles) if state.task is Task.COPY:
+            copied = replace(state, task=Task.WAIT, applied=count, digest=digest, handles=handles)
+            return Outcome(copied, (Healed(count, digest), Arrive(count, handles)))
         case Quit(reason):
             return Outcome(replace(state, task=Task.ENDED), (Leave(reason),))
     return Outcome(state)
@@ -195,8 +205,7 @@ def receive(state: ReplicaState, message: FromHub) -> Outcome:
             )
             return Outcome(applied, orders=(message,))
         case Abandon(epoch) if state.task in BUSY and epoch == state.epoch:
-            waiting = replace(state, task=Task.WAIT, ready=None)
-            return Outcome(waiting, (Arrive(state.applied),), (message,))
+            return Outcome(replace(state, task=Task.ABANDON, ready=None), orders=(message,))
         case Heal(count, digest):
             if (count, digest) == (state.applied, state.digest):
                 return Outcome(state, (Healed(count, digest), *_outstanding(state)))
@@ -210,7 +219,7 @@ def _outstanding(state: ReplicaState) -> tuple[FromReplica, ...]:
     """What the hub may not have heard before the connection ended."""
     match state.task:
         case Task.WAIT if state.has_begun:
-            return (Arrive(state.applied),)
+            return (Arrive(state.applied, state.handles),)
         case Task.STAND:
             return (Formed(state.epoch),)
         case Task.FAILED:

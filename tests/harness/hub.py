@@ -34,7 +34,7 @@ from megatron_edit.elastic.replica import (
 )
 from megatron_edit.elastic.server import Hub
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @contextmanager
@@ -156,12 +156,12 @@ class PretendingReplica:
                     time.sleep(0.005)
                 self.digest = self.states[count]
                 assert self.digest == digest
-                self.agent.report(StateCopied(count, self.digest))
+                self.agent.report(StateCopied(count, self.digest, (self.name,)))
             case Abandon():
-                pass
+                self.agent.report(RoundDue((self.name,)))
         return False
 
     def _train(self) -> None:
         self._killed.wait(self._step_seconds)
         if not self._killed.is_set():
-            self.agent.report(RoundDue())
+            self.agent.report(RoundDue((self.name,)))

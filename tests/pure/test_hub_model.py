@@ -39,6 +39,7 @@ from megatron_edit.elastic.replica import (
 )
 
 Queue = tuple[Any, ...]
+AT_MEETING = RoundDue(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,9 @@ def ranks(world: World, index: int, peer: Peer, rounds: int) -> Iterator[World]:
     state = peer.state
     if state.task is Task.TRAIN:
         done = state.applied >= rounds
-        yield outcome(world, index, report(state, Quit("finished") if done else RoundDue()))
+        yield outcome(world, index, report(state, Quit("finished") if done else AT_MEETING))
+    if state.task is Task.ABANDON:
+        yield outcome(world, index, report(state, AT_MEETING))
     if state.task is Task.COPY and state.epoch == 0 and world.hub.round > 0:
         yield from copies(world, index, state)
     if state.task in (Task.FORM, Task.EXCHANGE):
@@ -216,7 +219,7 @@ def has_left(peer: Peer, state: ReplicaState) -> bool:
     return (
         state.task is Task.EXCHANGE
         and other.applied == state.applied
-        and (other.task is Task.WAIT and not any(True for m in peer.from_hub))
+        and (other.task in (Task.WAIT, Task.ABANDON) and not peer.from_hub)
     )
 
 
@@ -232,7 +235,7 @@ def copies(world: World, index: int, state: ReplicaState) -> Iterator[World]:
     for peer in world.peers:
         donor = peer.state
         if peer.is_alive and donor.applied > 0 and donor.hello.name != state.hello.name:
-            yield outcome(world, index, report(state, StateCopied(donor.applied, donor.digest)))
+            yield outcome(world, index, report(state, StateCopied(donor.applied, donor.digest, ())))
 
 
 def faults(world: World) -> Iterator[World]:
