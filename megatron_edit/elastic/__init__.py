@@ -9,6 +9,7 @@
 | machine | the hub's decisions: a pure state machine, without time, sockets or files |
 | replica | a replica's side of the protocol: its counterpart |
 | liveness | which replicas are silent for too long |
+| store | small values through the hub, with which groups are formed |
 | server | the hub process |
 | agent | a replica's connection to the hub |
 """

@@ -92,9 +92,7 @@ def query(address: HubAddress, what: bytes, timeout: float = CONNECT_SECONDS) ->
     connection, codec = open_session(address, timeout)
     with connection:
         connection.sendall(codec.encode(what))
-        return codec.decode(
-            _read(connection, FrameCodec.frame_bytes(_read(connection, LENGTH.size)))
-        )
+        return codec.decode(read_frame(connection))
 
 
 class Agent:
@@ -240,6 +238,15 @@ class _FrameReader:
             payloads.append(self._codec.decode(self._rest[LENGTH.size : end]))
             self._rest = self._rest[end:]
         return payloads
+
+
+def read_frame(connection: socket.socket) -> bytes:
+    """The next frame, without its length.
+
+    Raises:
+        OSError, ChannelError: the connection has ended, or the frame is too long.
+    """
+    return _read(connection, FrameCodec.frame_bytes(_read(connection, LENGTH.size)))
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -19,7 +19,6 @@ LENGTH = struct.Struct(">I")
 MAC_BYTES = 32
 NONCE_BYTES = 32
 MAX_PAYLOAD_BYTES = 1 << 20
-MAX_HELLO_BYTES = 512  # before the other side has proved the token
 VERSION = b"megatron-edit-hub-1"
 
 

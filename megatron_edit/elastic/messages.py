@@ -276,10 +276,46 @@ class End:
     exit_code: int
 
 
+# ---- of the store
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRequest:
+    """A rank asks the hub's store.
+
+    Attributes:
+        operation: see `store`.
+        keys: one, or those to wait for.
+        value: to set, base64.
+        expected: by `compare_set`, base64.
+        seconds: longest wait.
+    """
+
+    operation: str
+    keys: tuple[str, ...]
+    value: str = ""
+    expected: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReply:
+    """The answer.
+
+    Attributes:
+        is_found: whether there is a value, or all keys are set.
+        value: base64.
+    """
+
+    is_found: bool
+    value: str
+
+
 FromReplica = Hello | AliveMessage | Arrive | Formed | Ready | Failed | Healed | Leave
 FromHub = Welcome | Refused | Fenced | FormEpoch | Go | Commit | Abandon | Heal | End
 KINDS: dict[str, type] = {
-    each.__name__: each for each in (*get_args(FromReplica), *get_args(FromHub))
+    each.__name__: each
+    for each in (*get_args(FromReplica), *get_args(FromHub), StoreRequest, StoreReply)
 }
 
 
@@ -288,7 +324,7 @@ def to_json(record: Mapping[str, Any], *, sorts: bool = False) -> bytes:
     return json.dumps(record, separators=COMPACT_JSON, sort_keys=sorts).encode()
 
 
-def encode(message: FromReplica | FromHub) -> bytes:
+def encode(message: FromReplica | FromHub | StoreRequest | StoreReply) -> bytes:
     """The message as bytes."""
     return to_json({"kind": type(message).__name__} | asdict(message))
 

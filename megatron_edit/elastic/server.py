@@ -12,7 +12,6 @@ from typing import Any
 from megatron_edit.elastic.channel import (
     LENGTH,
     MAC_BYTES,
-    MAX_HELLO_BYTES,
     NONCE_BYTES,
     ChannelError,
     FrameCodec,
@@ -40,9 +39,11 @@ from megatron_edit.elastic.messages import (
     Hello,
     MessageError,
     Refused,
+    StoreRequest,
     decode,
     encode,
 )
+from megatron_edit.elastic.store import StoreTable
 
 HANDSHAKE_SECONDS = 5.0
 FRAME_SECONDS = 10.0  # from the first byte of a frame to its last
@@ -88,6 +89,7 @@ class Hub:
     _connections: dict[str, Connection] = field(default_factory=dict, init=False)
     _liveness: Liveness = field(default_factory=Liveness, init=False)
     _num_strangers: int = field(default=0, init=False)
+    _store: StoreTable = field(default_factory=StoreTable, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _done: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -202,15 +204,19 @@ class Hub:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     codec = await self._handshake(reader, writer)
-                    first = codec.decode(await _frame(reader, MAX_HELLO_BYTES))
+                    first = codec.decode(await _frame(reader))
             finally:
                 self._num_strangers -= 1
             if first in QUERIES:
                 writer.write(codec.encode(self._answer(first)))
                 await writer.drain()
                 return
-            connection = Connection(writer, codec)
-            await self._serve_replica(reader, connection, first)
+            message = decode(first, Hello | StoreRequest)
+            if isinstance(message, StoreRequest):
+                await self._serve_store(reader, Connection(writer, codec), message)
+            else:
+                connection = Connection(writer, codec)
+                await self._serve_replica(reader, connection, message)
         except (ChannelError, MessageError, OSError, EOFError, TimeoutError):
             pass  # a peer that keeps to no protocol, or is gone: only its connection ends
         except asyncio.CancelledError:
@@ -246,10 +252,17 @@ class Hub:
             self._take("", Stop())
         return json.dumps(self.status()).encode()
 
-    async def _serve_replica(
-        self, reader: asyncio.StreamReader, connection: Connection, first: bytes
+    async def _serve_store(
+        self, reader: asyncio.StreamReader, connection: Connection, request: StoreRequest
     ) -> None:
-        hello = decode(first, Hello)
+        """Answer one rank's requests, one after another."""
+        while True:
+            connection.send(encode(await self._store.answer(request)))
+            request = decode(connection.codec.decode(await _frame(reader)), StoreRequest)
+
+    async def _serve_replica(
+        self, reader: asyncio.StreamReader, connection: Connection, hello: Hello
+    ) -> None:
         known = self.state.member(hello.name)
         if known is not None and known.incarnation == hello.incarnation:
             old = self._connections.pop(hello.name, None)
@@ -298,11 +311,9 @@ def _last_commit(entries: Sequence[JournalEntry]) -> dict[str, Any] | None:
     return {"seq": commit.seq, "time": commit.time, "epoch": commit.epoch} | kept
 
 
-async def _frame(reader: asyncio.StreamReader, limit: int | None = None) -> bytes:
+async def _frame(reader: asyncio.StreamReader) -> bytes:
     """The next frame without its length. Waits for its begin as long as it takes."""
     first = await reader.readexactly(1)
     async with asyncio.timeout(FRAME_SECONDS):
         size = FrameCodec.frame_bytes(first + await reader.readexactly(LENGTH.size - 1))
-        if limit is not None and size > limit:
-            raise ChannelError("a first frame that is too long")
         return await reader.readexactly(size)

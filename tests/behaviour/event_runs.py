@@ -39,8 +39,14 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "sync.jsonl": ("time", "seconds"),
     "replica": ("seconds", "time"),
     "loss.jsonl": (),
-    # argv.0: the path of the script; sync_backend: a flag that came later than the first record
-    "run.json": ("versions", "topology.host", "argv.0", "config.sync_backend"),
+    # argv.0: the path of the script; the others: flags that came later than the first record
+    "run.json": (
+        "versions",
+        "topology.host",
+        "argv.0",
+        "config.sync_backend",
+        "config.check_commits",
+    ),
 }
 
 TINY: dict[str, object] = {

@@ -1,0 +1,133 @@
+"""The hub's store as torch's groups use one, and groups that can be formed again with others.
+
+Needs torch >= 2.14 (`ProcessGroup.reconfigure`, marked experimental there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as native
+import torch.distributed as dist
+
+from megatron_edit.errors import ReplicaLostError, UsageError
+
+LEAST_TORCH = "2.14"
+c10d: Any = native  # its types do not know what torch 2.14 adds
+
+
+class HubStore(dist.Store):  # type: ignore[misc]
+    """`torch.distributed.Store` over the hub.
+
+    Args:
+        client: an open `elastic.store.StoreClient`, or what has its methods.
+        timeout: longest wait.
+    """
+
+    def __init__(self, client: Any, timeout: timedelta) -> None:
+        super().__init__()
+        self._client, self._timeout = client, timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, and return it.
+
+        Raises:
+            RuntimeError: it was not set in time.
+        """
+        self.wait([key])
+        return bytes(self._client.get(key) or b"")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return bool(self._client.wait(keys, 0.0))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set.
+
+        Raises:
+            RuntimeError: they were not in time.
+        """
+        seconds = (timeout or self._timeout).total_seconds()
+        if not self._client.wait(keys, seconds):
+            raise RuntimeError(f"the hub's store has no {', '.join(keys)} after {seconds:g} s")
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a value where it is `expected`; the value then."""
+        before, after = (
+            each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired)
+        )
+        return bytes(self._client.compare_set(key, before, after))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the longest wait."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """The longest wait."""
+        return self._timeout
+
+    def has_extended_api(self) -> bool:
+        """No: torch then uses only the methods above."""
+        return False
+
+
+class EpochGroup:
+    """A gloo process group whose ranks can change.
+
+    Args:
+        store: that all ranks share.
+        number: of this rank, different from that of all other processes in the run.
+        address: of the interface to listen on.
+        timeout: longest wait of a collective, and of forming the group.
+
+    Attributes:
+        process_group: torch's; usable after `form`.
+
+    Raises:
+        UsageError: this torch has no such groups.
+    """
+
+    def __init__(self, store: dist.Store, number: int, address: str, timeout: timedelta) -> None:
+        self._timeout = timeout
+        options = dist.ProcessGroupGloo._Options()
+        if not hasattr(options, "enable_reconfigure"):
+            raise UsageError(
+                f"torch {torch.__version__}", f"elastic replicas need torch >= {LEAST_TORCH}",
+                "install it, or run without --edit-hub",
+            )  # fmt: skip
+        options._timeout, options.enable_reconfigure = timeout, True
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        self.process_group: Any = dist.ProcessGroupGloo(store, number, number + 1, options)
+
+    @property
+    def handle(self) -> str:
+        """What the other ranks need to form a group with this one; each forming changes it."""
+        return str(self.process_group.get_reconfigure_handle())
+
+    def form(self, uuid: int, handles: Sequence[str]) -> None:
+        """Form the group anew, with these ranks; what was on its way is lost.
+
+        Collective: the ranks with these handles.
+        Blocks: the host, until all of them have joined.
+
+        Args:
+            uuid: of this forming, the same on all ranks and never used before.
+            handles: of all ranks, in the order of their numbers in the group.
+
+        Raises:
+            ReplicaLostError: some rank has not joined in time.
+        """
+        options = c10d.ReconfigureOptions()
+        options.uuid, options.handles, options.timeout = uuid, list(handles), self._timeout
+        try:
+            self.process_group.reconfigure(options).wait()
+        except RuntimeError as error:
+            raise ReplicaLostError(f"group {uuid}: not all ranks have joined: {error}") from error
