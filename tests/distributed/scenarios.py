@@ -78,22 +78,22 @@ def sync_with_schedule_lag(behind: int) -> int:
     return host.schedule_position
 
 
-def differ_before_commit(what: str) -> dict[str, Any]:
+def differ_before_commit(what: str, fragments: int) -> dict[str, Any]:
     """Sync twice; before the second sync, replica 1's state or plan differs in one place.
 
     Returns:
         The error, and whether parameters, anchor and round are as they were before that sync.
     """
-    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1,
-                        check_commits=True, digest_interval=100)  # fmt: skip
-    sizes = {"layer.1": 5, "final": 4}
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=fragments,
+                        fragments=fragments, check_commits=True, digest_interval=100)  # fmt: skip
+    sizes = {"embedding": 6, "layer.1": 5, "layer.2": 3, "final": 4}
     engine, host, _ = build_engine(config, sizes, {n: [1.0] * k for n, k in sizes.items()})
     engine.start()
     moves = {name: torch.arange(size) * 0.01 for name, size in sizes.items()}
     for number in range(2):
         if number == 1 and engine.groups.sync.rank == 1 and engine.groups.replica.rank == 0:
             if what == "momentum":
-                engine.syncs.outer.units["final"].momentum[0] += 1e-3
+                engine.syncs.outer.units["layer.2"].momentum[0] += 1e-3
             elif what == "plan":
                 engine.state.rounds = replace(engine.state.rounds, first_loss=7.0)
         engine.before_step()

@@ -183,14 +183,16 @@ def test_check_before_commit_changes_no_result(
                 np.testing.assert_equal(after[key], before[key])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "fragments"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize(
-    ("what", "place"), [("momentum", "in unit final"), ("plan", "in their plans of the round")]
+    ("what", "place"), [("momentum", "in unit layer.2"), ("plan", "in their plans of the round")]
 )
-def test_difference_is_found_before_anything_changes(ranks: int, what: str, place: str) -> None:
+def test_difference_is_found_before_anything_changes(
+    ranks: int, fragments: int, what: str, place: str
+) -> None:
     """All ranks of all replicas end with the same error, and hold the state before the round."""
     scenario = "tests.distributed.scenarios:differ_before_commit"
-    for result in run_ranks(scenario, 2 * ranks, (what,), check=True):
+    for result in run_ranks(scenario, 2 * ranks, (what, fragments), check=True):
         assert result.value["message"] == f"the replicas differ before round 2 was applied {place}"
         assert result.value["is_unchanged"]
 

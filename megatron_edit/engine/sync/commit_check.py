@@ -1,7 +1,7 @@
 """Check before a sync is applied: all replicas have the same plan, and will get the same anchor.
 
 The drift check (`drift`) finds a difference after it has landed. This check finds it before
-anything of the round has changed, so that the state before the round is still good.
+parameters, anchor, momentum and the state of the rounds change, so that they are still good.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from megatron_edit.method.digest import combine
 
 
 def plan_digest(plan: RoundPlan) -> int:
-    """64 bits of a plan, the same on all ranks of all replicas that have the same plan."""
-    # Losses and buffers of a record differ between the ranks of a replica.
-    records = tuple(dataclasses.replace(record, losses=(), buffers=()) for record in plan.records)
+    """64 bits of a plan, the same on rank i of all replicas that have the same plan.
+
+    Ranks of one replica differ: records hold losses and buffers that only some of them know.
+    """
     found = hashlib.sha256()
-    _add(dataclasses.replace(plan, records=records), found.update)
+    _add(plan, found.update)
     return int.from_bytes(found.digest()[:8], "little", signed=True)
 
 
@@ -41,7 +42,7 @@ def check_before_commit(
     Collective: all ranks of all replicas; all raise, or none.
 
     Args:
-        plan: all units of the replica.
+        plan: the units that sync.
         groups: the communication groups.
         digests: of this rank's shards by unit position; see `CheckedSync.preview`.
         plan_digest: of the round's plan.

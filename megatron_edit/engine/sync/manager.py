@@ -185,13 +185,14 @@ class SyncManager:
         Collective: all ranks of all replicas; all raise, or none.
 
         Raises:
-            DriftError: they would not. Nothing of the round has changed.
+            DriftError: they would not. Parameters, anchor, momentum and the state of the rounds
+                are as before the sync.
         """
         assert isinstance(sync, CheckedSync), "a sync that lands without this check"
         sync.finish_exchange()
         when = f"before round {plan.after.count} was applied"
         digests = sync.preview()
-        check_before_commit(self._host.plan, self._groups, digests, plan_digest(plan), when)
+        check_before_commit(sync.units, self._groups, digests, plan_digest(plan), when)
         self.begin_landing(sync)
         sync.count_exposed_since_start()
 
