@@ -7,7 +7,7 @@ never waits for the network. A lost connection is made again, with what the hub 
 from __future__ import annotations
 
 import queue
-import select
+import selectors
 import socket
 import threading
 import time
@@ -48,6 +48,7 @@ from megatron_edit.elastic.replica import (
 HEARTBEAT_SECONDS = 1.0
 READ_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
+MAX_CLOSED = 5  # connections that a hub closes in the handshake, before it is taken for a refusal
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 1.0
 
 
@@ -150,7 +151,14 @@ class Agent:
     # ---- the thread
 
     def _run(self) -> None:
+        try:
+            self._keep_connected()
+        except Exception as error:  # the ranks wait for orders of this thread
+            self._orders.put(End(f"the connection to the hub has failed: {error!r}", 4))
+
+    def _keep_connected(self) -> None:
         retry, last_seen = FIRST_RETRY_SECONDS, self._clock()
+        num_closed, has_connected = 0, False  # by the hub, before it has proved the token
         while not (self._closing.is_set() and self._reports.empty()):
             try:
                 self._session = open_session(self._address, CONNECT_SECONDS)
@@ -158,6 +166,13 @@ class Agent:
                 self._orders.put(End(str(error), 2))
                 return
             except OSError as error:
+                is_closed = isinstance(error, ConnectionError) and not isinstance(
+                    error, ConnectionRefusedError
+                )
+                num_closed += is_closed and not has_connected
+                if num_closed > MAX_CLOSED:
+                    self._orders.put(End("the hub closes the connection: another token?", 2))
+                    return
                 if self._clock() - last_seen > self._timeout:
                     self._orders.put(End(f"no hub at {self._address.host}: {error}", 4))
                     return
@@ -170,7 +185,9 @@ class Agent:
             began = self._clock()
             try:
                 self._apply(report(self._state, Connected()))
-                self._exchange()
+                has_connected = True
+                with selectors.DefaultSelector() as selector:
+                    self._exchange(selector)
             except (OSError, ChannelError, MessageError):
                 pass
             finally:
@@ -185,10 +202,11 @@ class Agent:
                 time.sleep(retry)
                 retry = min(2 * retry, LAST_RETRY_SECONDS)
 
-    def _exchange(self) -> None:
+    def _exchange(self, selector: selectors.BaseSelector) -> None:
         """Send and receive until the connection ends."""
         assert self._session is not None, "no connection"
         connection, codec = self._session
+        selector.register(connection, selectors.EVENT_READ)
         reader, next_beat = _FrameReader(codec), self._clock()
         while self._state.task is not Task.ENDED:
             self._take_reports()
@@ -197,7 +215,7 @@ class Agent:
                 self._send(AliveMessage(*self._progress))
             if self._closing.is_set() and self._reports.empty():
                 return
-            if not select.select([connection], [], [], READ_SECONDS)[0]:
+            if not selector.select(READ_SECONDS):
                 continue
             if not (chunk := connection.recv(1 << 16)):
                 return
@@ -254,6 +272,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         chunk = connection.recv(size - len(parts))
         if not chunk:
-            raise ChannelError("the other side has closed the connection")
+            raise ConnectionError("the other side has closed the connection")
         parts += chunk
     return bytes(parts)

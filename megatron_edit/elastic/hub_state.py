@@ -92,6 +92,8 @@ class HubState:
         lineage: how often training was started again from a checkpoint, after all replicas were
             lost.
         is_finished: whether a replica has left because no sample is left.
+        is_last: whether the round that is exchanged is the last, on request.
+        end: why the run has ended, and the exit code of its ranks.
     """
 
     nominal: int = 0
@@ -114,6 +116,8 @@ class HubState:
     first_epoch: int = 1
     lineage: int = 0
     is_finished: bool = False
+    is_last: bool = False
+    end: tuple[str, int] = ("the run has ended", 0)
 
     def member(self, name: str) -> Member | None:
         """The replica of a name."""
@@ -134,6 +138,8 @@ class HubState:
     @property
     def copying(self) -> tuple[Member, ...]:
         """Replicas that copy the state, and that the meeting waits for, too."""
+        if self.is_frozen:  # there is nothing to copy before the first commit
+            return ()
         return tuple(
             each
             for each in self.roster
@@ -228,5 +234,6 @@ def replay(entries: Sequence[JournalEntry], minimum: int) -> HubState:
         elif entry.event == "commit":
             state = state.committed(has["round"] + 1, has["digest"], has["samples"])
         elif entry.event == "end":
-            state = replace(state, phase=Phase.ENDED)
+            end = (has["reason"], has["exit_code"])
+            state = replace(state, phase=Phase.ENDED, end=end)
     return replace(state, term=state.term + 1, is_epoch_used_up=state.epoch > 0)

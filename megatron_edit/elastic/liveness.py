@@ -84,7 +84,7 @@ class Liveness:
         for name in names:
             self._contacts.setdefault(name, Contact(now, gone=now, progressed=now))
         silent = [name for name in names if self._silence(name, now) > 0]
-        if len(names) > 2 and 2 * len(silent) > len(names):
+        if 2 * len(silent) > len(names):
             silent = [n for n in silent if self._silence(n, now) > MASS_SECONDS - SILENT_SECONDS]
         lost = dict.fromkeys(silent, "lost")
         for name in awaited:

@@ -154,7 +154,7 @@ class _Step:
     def _hello(self, hello: Hello) -> None:
         state, known = self.state, self.state.member(hello.name)
         if state.phase is Phase.ENDED or (state.is_finished and hello.is_fresh):
-            self._send(hello.name, End("the run has ended", 0))
+            self._send(hello.name, End(*self.state.end))
         elif (refusal := self._refusal(hello)) is not None:
             self._send(hello.name, refusal)
         elif known is not None and known.incarnation == hello.incarnation:
@@ -168,8 +168,11 @@ class _Step:
             self._send(hello.name, Fenced("the others went on without this replica"))
         else:
             if known is not None:
-                self._remove(known, LeaveReason.LOST)
-            self._join(hello)
+                self._remove(known, LeaveReason.LOST, is_replaced=True)
+            if self.state.phase is Phase.ENDED:
+                self._send(hello.name, End(*self.state.end))
+            else:
+                self._join(hello)
 
     def _refusal(self, hello: Hello) -> Refused | None:
         state = self.state
@@ -249,14 +252,19 @@ class _Step:
             self._send(member.name, Commit(state.round - 1))
         elif state.phase is Phase.OPENING:
             self._open_if_complete()
-        elif state.phase is Phase.FORM and not member.is_formed:
-            self._send(member.name, self._form_message())
-        elif state.phase is Phase.EXCHANGE and member.ready is None:
-            self._send(member.name, Go(state.epoch, state.round, state.is_stopping))
+        elif state.phase is Phase.FORM and member.name in state.members:
+            if not member.is_formed:
+                self._send(member.name, self._form_message())
+        elif state.phase is Phase.EXCHANGE and member.name in state.members:
+            if member.ready is None:
+                self._send(member.name, Go(state.epoch, state.round, state.is_last))
         elif state.phase is Phase.GATHER and hello.is_busy:
             self._send(member.name, Abandon(hello.epoch))
         elif hello.epoch < state.epoch == state.first_epoch:
             self._send(member.name, self._form_message())
+        if not is_joiner:
+            for each in self.state.copying:
+                self._heal(each.name)
 
     def _heal(self, name: str) -> None:
         state = self.state
@@ -284,13 +292,15 @@ class _Step:
         if self.state.is_suspicious or not is_needed:
             self._remove(member, LeaveReason.LOST)
 
-    def _remove(self, member: Member, reason: str) -> None:
+    def _remove(self, member: Member, reason: str, *, is_replaced: bool = False) -> None:
+        """A replica does not take part any more; where it is replaced, another has its name."""
         state, name = self.state, member.name
         if name in state.members and state.is_frozen and reason != LeaveReason.FINISHED:
             self._end(f"{name} was {reason} before the first commit", 4)
             return
         self._record("leave", name=name, reason=reason)
-        self._send(name, Fenced(f"the hub has taken it for {reason}"))
+        if not is_replaced:
+            self._send(name, Fenced(f"the hub has taken it for {reason}"))
         self.state = self.state.without(name)
         if reason == LeaveReason.FINISHED:
             self.state = replace(self.state, is_finished=True)
@@ -298,6 +308,8 @@ class _Step:
             self._vacate()
         elif name in state.members and state.phase in (Phase.FORM, Phase.EXCHANGE):
             self._abandon()
+        if self.state.phase is Phase.OPENING:
+            self._open_if_complete()
         self._gather()
 
     def _vacate(self) -> None:
@@ -315,10 +327,11 @@ class _Step:
         if failed.epoch != state.epoch or member.name not in state.members:
             return
         self._set(replace(member, lost=tuple(sorted({*member.lost, *failed.lost}))))
-        if state.phase not in (Phase.FORM, Phase.EXCHANGE):
-            return
         if state.is_frozen:
             self._end("the replicas cannot reach each other", 4)
+            return
+        if state.phase not in (Phase.FORM, Phase.EXCHANGE):  # a hub that was started again
+            self._send(member.name, Abandon(state.epoch))
             return
         self.state = replace(self.state, retries=state.retries + 1)
         self._abandon()
@@ -387,8 +400,10 @@ class _Step:
                 self._gather()
 
     def _go(self) -> None:
-        self.state = replace(self.state, phase=Phase.EXCHANGE, is_suspicious=False)
-        self._tell_members(Go(self.state.epoch, self.state.round, self.state.is_stopping))
+        self.state = replace(
+            self.state, phase=Phase.EXCHANGE, is_suspicious=False, is_last=self.state.is_stopping
+        )
+        self._tell_members(Go(self.state.epoch, self.state.round, self.state.is_last))
 
     def _is_exchanging(self, member: Member, epoch: int) -> bool:
         state = self.state
@@ -437,8 +452,8 @@ class _Step:
 
     def _end(self, reason: str, exit_code: int) -> None:
         """End the run, without a save."""
-        self._record("end", reason=reason)
-        self.state = replace(self.state, phase=Phase.ENDED)
+        self._record("end", reason=reason, exit_code=exit_code)
+        self.state = replace(self.state, phase=Phase.ENDED, end=(reason, exit_code))
         for each in self.state.roster:
             self._send(each.name, End(reason, exit_code))
 
@@ -446,7 +461,10 @@ class _Step:
         """Let all members put the exchange aside, and wait for them to arrive again."""
         state = self.state
         roster = tuple(
-            replace(each, is_arrived=False, is_formed=False, ready=None) for each in state.roster
+            replace(each, is_arrived=False, is_formed=False, ready=None)
+            if each.name in state.members
+            else each
+            for each in state.roster
         )
         self.state = replace(
             state, phase=Phase.GATHER, roster=roster, is_epoch_used_up=True, is_suspicious=True

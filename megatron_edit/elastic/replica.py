@@ -59,6 +59,7 @@ class ReplicaState:
         epoch: whose groups the task is about.
         ready: the result that waits for the decision.
         handles: addresses of the ranks.
+        leave: why the ranks end; empty while they do not.
         has_begun: whether the ranks train, or have trained, in this run. The first groups are
             formed before that; a failure then ends the run.
     """
@@ -70,6 +71,7 @@ class ReplicaState:
     epoch: int = 0
     ready: Ready | None = None
     handles: tuple[str, ...] = ()
+    leave: str = ""
     has_begun: bool = False
 
     @classmethod
@@ -176,7 +178,7 @@ def report(state: ReplicaState, given: Report) -> Outcome:
             copied = replace(state, task=Task.WAIT, applied=count, digest=digest, handles=handles)
             return Outcome(copied, (Healed(count, digest), Arrive(count, handles)))
         case Quit(reason):
-            return Outcome(replace(state, task=Task.ENDED), (Leave(reason),))
+            return Outcome(replace(state, task=Task.ENDED, leave=reason), (Leave(reason),))
     return Outcome(state)
 
 
@@ -222,6 +224,8 @@ def _outstanding(state: ReplicaState) -> tuple[FromReplica, ...]:
             return (Arrive(state.applied, state.handles),)
         case Task.STAND:
             return (Formed(state.epoch),)
+        case Task.ENDED if state.leave:
+            return (Leave(state.leave),)
         case Task.FAILED:
             return (Failed(state.epoch),)
         case Task.READY:

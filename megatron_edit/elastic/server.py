@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_edit.elastic.channel import (
     LENGTH,
     MAC_BYTES,
+    MAX_PAYLOAD_BYTES,
     NONCE_BYTES,
     ChannelError,
     FrameCodec,
@@ -25,6 +27,7 @@ from megatron_edit.elastic.liveness import Liveness
 from megatron_edit.elastic.machine import (
     Disconnected,
     Input,
+    Late,
     Lost,
     Record,
     Send,
@@ -48,6 +51,7 @@ from megatron_edit.elastic.store import StoreTable
 HANDSHAKE_SECONDS = 5.0
 FRAME_SECONDS = 10.0  # from the first byte of a frame to its last
 TICK_SECONDS = 0.25
+COPY_SECONDS = 60.0  # longest wait of a meeting for replicas that copy the state
 MAX_STRANGERS = 64  # connections that have not proved the token yet
 MAX_BACKLOG_BYTES = 8 << 20  # unread by a replica: it does not read any more
 QUERIES = (b"status", b"stop")
@@ -63,7 +67,8 @@ class Connection:
 
     def send(self, payload: bytes) -> None:
         """Queue a frame. A peer that does not read is disconnected."""
-        if self.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+        too_long = len(payload) > MAX_PAYLOAD_BYTES
+        if too_long or self.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
             self.writer.transport.abort()
         elif not self.writer.is_closing():
             self.writer.write(self.codec.encode(payload))
@@ -88,6 +93,7 @@ class Hub:
     clock: Callable[[], float] = time.monotonic
     _connections: dict[str, Connection] = field(default_factory=dict, init=False)
     _liveness: Liveness = field(default_factory=Liveness, init=False)
+    _copies_since: float | None = field(default=None, init=False)
     _num_strangers: int = field(default=0, init=False)
     _store: StoreTable = field(default_factory=StoreTable, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
@@ -153,8 +159,8 @@ class Hub:
         """Decide, record, send; in this order, and without a pause in between."""
         if self._failure is not None:
             return
-        self.state, outputs = step(self.state, name, given)
         try:
+            self.state, outputs = step(self.state, name, given)
             for output in outputs:
                 if isinstance(output, Record):
                     self._record(output)
@@ -169,13 +175,14 @@ class Hub:
         if record.event == "leave":
             self._liveness.forget(record.fields["name"])
         shown = {k: v for k, v in record.fields.items() if k not in ("blocks", "handles")}
-        self.say(f"hub: {record.event} {json.dumps(shown)}")
+        with suppress(OSError):  # a full disk, or a closed pipe: the journal is what counts
+            self.say(f"hub: {record.event} {json.dumps(shown)}")
 
     def _send(self, send: Send) -> None:
         connection = self._connections.get(send.name)
         if connection is not None:
             connection.send(encode(send.message))
-            if isinstance(send.message, Fenced | End):
+            if isinstance(send.message, Fenced | Refused | End):
                 del self._connections[send.name]
                 connection.writer.close()
 
@@ -190,6 +197,19 @@ class Hub:
             names = [each.name for each in state.roster]
             for name, reason in self._liveness.tick(self.clock(), names, awaited).items():
                 self._take(name, Lost(reason))
+            self._give_up_slow_copies()
+
+    def _give_up_slow_copies(self) -> None:
+        """Go on without joiners for whose copy all others have waited long enough."""
+        state, now = self.state, self.clock()
+        is_waiting = bool(state.copying) and all(each.is_arrived for each in state.expected)
+        if not is_waiting or not state.expected:
+            self._copies_since = None
+        elif self._copies_since is None:
+            self._copies_since = now
+        elif now - self._copies_since > COPY_SECONDS:
+            for each in state.copying:
+                self._take(each.name, Late())
 
     # ---- connections
 
@@ -279,8 +299,10 @@ class Hub:
         self._connections[hello.name] = connection
         self._liveness.heard(hello.name, self.clock())
         self._take(hello.name, hello)
-        while self._connections.get(hello.name) is connection:
+        while True:
             message = decode(connection.codec.decode(await _frame(reader)), FromReplica)
+            if self._connections.get(hello.name) is not connection:
+                return  # replaced, or refused, while it was awaited
             self._liveness.heard(hello.name, self.clock())
             if isinstance(message, AliveMessage):
                 progress = (message.step, message.batches)

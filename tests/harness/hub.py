@@ -152,8 +152,10 @@ class PretendingReplica:
                     return True
                 self._train()
             case Heal(count, digest):
-                while count not in self.states:
+                while count not in self.states and not self._killed.is_set():
                     time.sleep(0.005)
+                if self._killed.is_set():
+                    return True
                 self.digest = self.states[count]
                 assert self.digest == digest
                 self.agent.report(StateCopied(count, self.digest, (self.name,)))

@@ -46,7 +46,7 @@ def test_message_arrives_as_it_was_sent(message: Any) -> None:
 
 
 def test_all_kinds_have_names_of_their_own() -> None:
-    assert len(KINDS) == len(get_args(FromReplica)) + len(get_args(FromHub))
+    assert len(KINDS) == len(get_args(FromReplica)) + len(get_args(FromHub)) + 2
 
 
 @pytest.mark.parametrize(

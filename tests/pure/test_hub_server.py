@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.elastic import liveness
+from megatron_edit.elastic import liveness, server
 from megatron_edit.elastic.agent import HubAddress, open_session, query
 from megatron_edit.elastic.channel import ChannelError
 from megatron_edit.elastic.journal import read_journal
@@ -123,6 +123,22 @@ def test_two_that_differ_end_the_run(tmp_path: Path) -> None:
     assert len(commits(tmp_path)) == 2
 
 
+def test_slow_copy_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "COPY_SECONDS", 0.5)
+    states: dict[int, str] = {}
+    with running_hub(tmp_path) as (_, address):
+        replicas = [
+            PretendingReplica(address, name, 2, 12, step_seconds=0.1, states=states).start()
+            for name in "ab"
+        ]
+        wait_until(lambda: len(commits(tmp_path)) >= 2)
+        copying = PretendingReplica(address, "c", 2, 12, incarnation="2", states={}).start()
+        for replica in replicas:
+            replica.join()
+        copying.kill()
+    assert all(each["members"] == ["a", "b"] for each in commits(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -171,7 +187,7 @@ def test_wrong_token_is_refused(tmp_path: Path) -> None:
             HubAddress(address.host, address.port, b"y" * 16), "a", 1, 2
         ).start()
         replica.join()
-        assert replica.orders[-1] == End("the other side has closed the connection", 2)
+        assert replica.orders[-1] == End("the hub closes the connection: another token?", 2)
         good = PretendingReplica(address, "a", 1, 2).start()
         good.join()
     assert len(commits(tmp_path)) == 2
