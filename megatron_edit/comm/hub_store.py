@@ -59,7 +59,7 @@ class HubStore(dist.Store):  # type: ignore[misc]
             raise RuntimeError(f"the hub's store has no {', '.join(keys)} after {seconds:g} s")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value where it is `expected`; the value then."""
+        """Set a value if it equals `expected`; return the value after that."""
         before, after = (
             each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired)
         )

@@ -47,7 +47,7 @@ class Member:
         is_connected: whether it has a connection now.
         is_arrived: whether it waits at the meeting of the current round.
         is_formed: whether it has formed the groups of the current epoch.
-        is_late: whether it copies the state for too long: nobody waits for it.
+        is_late: whether it copies the state for too long: the others do not wait for it.
         ready: its result of the current round.
         lost: who it could not exchange with, since the round began.
     """

@@ -3,7 +3,8 @@
 One JSON object on each line of `journal.jsonl`, never rewritten:
 `{"seq", "time", "term", "epoch", "event", ..., "hash"}`. `hash` covers the line and the hash before
 it, so a line that was changed, lost or moved is found. Only the last line may be incomplete, after
-a crash in the middle of a write: nobody has heard of it, and opening the journal cuts it off.
+a crash in the middle of a write: it was not sent to any replica, and opening the journal cuts it
+off.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Journal:
         """Write a line, and return when it is on the disk and was read back.
 
         Raises:
-            JournalError: it may not be on the disk, or somebody else has written.
+            JournalError: it may not be on the disk, or another process has written.
         """
         entry = JournalEntry.of(self.last, self._clock(), term, epoch, event, fields)
         line = entry.line()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 GONE_SECONDS = 3.0  # without a connection
 SILENT_SECONDS = 10.0  # with a connection, without a heartbeat
 MASS_SECONDS = 60.0  # where more than half of the replicas are silent: the fault is the hub's link
-LATE_TICK_SECONDS = 2.0  # after such a pause of the hub itself, everybody gets the full time again
+LATE_TICK_SECONDS = (
+    2.0  # after such a pause of the hub itself, every replica gets the full time again
+)
 PROGRESS_SECONDS = 60.0  # without progress, while others wait
 PROGRESS_STEPS = 10.0  # or so many of the replica's own steps
 

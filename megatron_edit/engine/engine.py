@@ -417,7 +417,7 @@ class EditEngine:
             self.reporter.on_message(message)
 
     def _end_warmup_if_due(self) -> None:
-        """End the warm-up after step W, or where the final phase follows; nothing in that phase."""
+        """End the warm-up after step W, or where the final phase follows. Not in that phase."""
         if self.status.is_final_phase:
             return
         if self.host.progress().begins_final_phase:

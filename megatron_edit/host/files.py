@@ -31,7 +31,7 @@ def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        rule = f"must be a folder that can be written to; {folder} is none"
+        rule = f"must be a writable folder; {folder} is not one"
         raise UsageError(f"{flag} {path}", rule, "give another folder", is_local=is_local)
 
 

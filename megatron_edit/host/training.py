@@ -288,7 +288,7 @@ class TrainingLoop:
         if not host.has_tied_stages:
             kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
             groups = replace(groups, ties=kept)
-        self._warn_of_endless_warmup(args, host.counters.last_local_iteration)
+        self._print_phase_warning(args, host.counters.last_local_iteration)
         engine = EditEngine(
             engine_settings(
                 self._config, mode, host.counters.target_blocks, host.counters.last_local_step
@@ -343,7 +343,7 @@ class TrainingLoop:
         stops = StopControl(engine, saves, progress, is_first=is_first)
         return TrainingRun(engine, host, observer, writer, saves, stops, progress)
 
-    def _warn_of_endless_warmup(self, args: Namespace, last_local: int) -> None:
+    def _print_phase_warning(self, args: Namespace, last_local: int) -> None:
         text = phase_warning(self._config, args.train_iters, last_local)
         if text and self._world.placement.global_rank == 0:
             say(text)

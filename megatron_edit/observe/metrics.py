@@ -51,7 +51,7 @@ TAGS = tuple(
         ("weight/min", "", "smallest of all units and replicas"),
         ("weight/max", "", "largest of all units and replicas"),
         ("weight-entropy", "nats", "of a unit's weights, mean over the units; log N where all "
-         "count alike"),
+         "weights are equal"),
         ("effective-replicas/mean", "replicas", "1 / sum of squared weights, over the units"),
         ("effective-replicas/min", "replicas", "the same"),
         ("clip-factor/mean", "", "over the units; 1 is no clip"),

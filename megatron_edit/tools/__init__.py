@@ -1,1 +1,1 @@
-"""Tools beside training: the command line, comparison, planner, diagnosis, monitor, patch."""
+"""Tools around training: the command line, comparison, planner, diagnosis, monitor, patch."""

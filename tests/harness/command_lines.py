@@ -18,10 +18,10 @@ _RUNNER = """
 import contextlib, io, json, sys
 import megatron_edit.__main__ as launcher
 from megatron_edit.tools.cli import main
-from tests.harness.privileges import obey_file_modes
-lines, obeys_modes = json.load(sys.stdin)
-if obeys_modes:
-    obey_file_modes()
+from tests.harness.privileges import apply_file_modes
+lines, file_modes_apply = json.load(sys.stdin)
+if file_modes_apply:
+    apply_file_modes()
 found = []
 for argv in lines:
     out, err = io.StringIO(), io.StringIO()
@@ -38,16 +38,16 @@ sys.__stdout__.write("RESULT" + json.dumps(found))
 
 
 def outcomes_of(
-    lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
+    lines: Mapping[str, Sequence[str]], folder: Path, *, file_modes_apply: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, Outcome]:  # fmt: skip
     """Return exit code and stderr of each command line; arguments as for `outputs_of`."""
-    found = outputs_of(lines, folder, obeys_modes=obeys_modes, env=env, seconds=seconds)
+    found = outputs_of(lines, folder, file_modes_apply=file_modes_apply, env=env, seconds=seconds)
     return {name: (code, errors) for name, (code, errors, _) in found.items()}
 
 
 def outputs_of(
-    lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
+    lines: Mapping[str, Sequence[str]], folder: Path, *, file_modes_apply: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, tuple[object, str, str]]:  # fmt: skip
     """Return exit code, stderr and stdout of each command line.
@@ -55,13 +55,13 @@ def outputs_of(
     Args:
         lines: by name, the arguments of `megatron-edit`, or `launch` and those of the launcher.
         folder: working directory.
-        obeys_modes: whether file modes apply even if root runs the tests.
+        file_modes_apply: whether file modes apply even if root runs the tests.
         env: additions to the environment.
         seconds: time-out for all command lines together.
     """
     done = subprocess.run(
         [sys.executable, "-c", _RUNNER],
-        input=json.dumps((list(lines.values()), obeys_modes)), cwd=folder,
+        input=json.dumps((list(lines.values()), file_modes_apply)), cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), **(env or {})},
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip

@@ -124,10 +124,10 @@ class PretendingReplica:
             self.orders.append(order)
             if isinstance(order, Fenced | Refused | End):
                 return
-            if self._obey(order):
+            if self._execute(order):
                 return
 
-    def _obey(self, order: Order) -> bool:
+    def _execute(self, order: Order) -> bool:
         """Do what an order says; whether training is over."""
         match order:
             case FormEpoch(_, epoch, members):

@@ -15,7 +15,7 @@ _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
 _OVER_FILES = 1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH
 
 
-def obey_file_modes() -> None:
+def apply_file_modes() -> None:
     """Make file modes apply to this thread from now on, even if root runs it.
 
     *Mutates* the process: root stays root, without the capabilities to bypass file modes. They are

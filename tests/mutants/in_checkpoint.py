@@ -87,7 +87,7 @@ CHECKPOINT = (
         file="checkpoint/folder.py",
         old="not _PARTIAL.match(path.name) or manifest_path(path).is_file()",
         new="not _PARTIAL.match(path.name)",
-        test=f"{_FOLDER}::test_sweep_broken_keeps_complete_and_own_saves",
+        test=f"{_FOLDER}::test_removing_partial_saves_keeps_complete_and_own_saves",
     ),
     Mutant(
         id="checkpoint/incomplete-stock-accepted",

@@ -180,7 +180,7 @@ def test_commit_sweeps_partial_saves_of_other_jobs(tmp_path: Path) -> None:
     assert hidden(folder) == [folder.partial(200, "mine").name]
 
 
-def test_sweep_broken_keeps_complete_and_own_saves(tmp_path: Path) -> None:
+def test_removing_partial_saves_keeps_complete_and_own_saves(tmp_path: Path) -> None:
     """Would catch a disk that stays full, and the removal of a save that a repair can complete."""
     folder = CheckpointFolder(tmp_path)
     write(folder.partial(200, "dead"), "dead", FILES[:-1])

@@ -235,7 +235,7 @@ def give_replica_0_all_weight(line: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("made_up", "part"),
     [
-        (SyntheticRun(change=give_replica_0_all_weight), "stood on fewer than 2 replicas"),
+        (SyntheticRun(change=give_replica_0_all_weight), "had fewer than 2 effective replicas"),
         (SyntheticRun(change=give_replica_0_all_weight), "clipped below 0.5"),
         (SyntheticRun(change=give_replica_0_all_weight, rounds=9), ""),
         (SyntheticRun(exposed=0.1), "Exposed syncs took"),

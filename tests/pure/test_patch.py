@@ -207,7 +207,7 @@ def test_patch_command_reports_unwritable_script_in_one_line(tmp_path: Path) -> 
     folder = clone(tmp_path / "clone")
     folder.chmod(0o555)
     words = {"patch": ["patch", str(folder)]}
-    code, output = outcomes_of(words, tmp_path, obeys_modes=True)["patch"]
+    code, output = outcomes_of(words, tmp_path, file_modes_apply=True)["patch"]
     assert code == 2 and output.count("\n") == 1
     assert "pretrain_gpt.py: cannot be written (Permission denied)" in output
 

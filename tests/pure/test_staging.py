@@ -183,7 +183,7 @@ def test_staged_all_gather_returns_all_rows() -> None:
 # ---- choice of the backend
 
 
-def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice]]:
+def rank_devices(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice]]:
     """Devices of the ranks of each replica, all on one machine, by the GPUs of their ranks."""
     return [[RankDevice("a", gpu, has_nccl) for gpu in replica] for replica in gpus]
 
@@ -191,12 +191,12 @@ def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice
 @pytest.mark.parametrize(
     ("wanted", "places", "chosen"),
     [
-        ("auto", seats(("0",), ("1",)), "nccl"),
-        ("nccl", seats(("0", "1"), ("2", "3")), "nccl"),
-        ("gloo", seats(("0",), ("1",)), "gloo"),
-        ("auto", seats(("0",), ("0",)), "gloo"),
-        ("auto", seats(("",), ("",)), "gloo"),
-        ("auto", seats(("0",), ("1",), has_nccl=False), "gloo"),
+        ("auto", rank_devices(("0",), ("1",)), "nccl"),
+        ("nccl", rank_devices(("0", "1"), ("2", "3")), "nccl"),
+        ("gloo", rank_devices(("0",), ("1",)), "gloo"),
+        ("auto", rank_devices(("0",), ("0",)), "gloo"),
+        ("auto", rank_devices(("",), ("",)), "gloo"),
+        ("auto", rank_devices(("0",), ("1",), has_nccl=False), "gloo"),
         ("auto", [[RankDevice("a", "0", True)], [RankDevice("b", "0", True)]], "nccl"),
     ],
 )
@@ -210,9 +210,15 @@ def test_auto_backend_is_nccl_where_possible(
 @pytest.mark.parametrize(
     ("places", "rule"),
     [
-        (seats(("0",), ("",)), "needs CUDA, and rank 0 of replica 1 trains on the CPU"),
-        (seats(("0", "1"), ("2", "1")), "rank 1 of replica 0 and rank 1 of replica 1 share one"),
-        (seats(("0",), has_nccl=False), "torch of rank 0 of replica 0 was built without NCCL"),
+        (rank_devices(("0",), ("",)), "needs CUDA, and rank 0 of replica 1 trains on the CPU"),
+        (
+            rank_devices(("0", "1"), ("2", "1")),
+            "rank 1 of replica 0 and rank 1 of replica 1 share one",
+        ),
+        (
+            rank_devices(("0",), has_nccl=False),
+            "torch of rank 0 of replica 0 was built without NCCL",
+        ),
     ],
 )
 def test_impossible_nccl_backend_is_refused(places: list[list[RankDevice]], rule: str) -> None:

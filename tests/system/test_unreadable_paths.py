@@ -64,7 +64,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     lines = [line.format(path) for line in LINES for path in paths]
     lines += ["launch unreadable.py", "check unreadable.py", f"compare unreadable.py {TRAIN}"]
     words = {line: shlex.split(line) for line in lines}
-    return outcomes_of(words, folder, obeys_modes=True, env={"RANK": "0"})
+    return outcomes_of(words, folder, file_modes_apply=True, env={"RANK": "0"})
 
 
 def test_unreadable_path_is_refused_in_one_line(outcomes: dict[str, Outcome]) -> None:

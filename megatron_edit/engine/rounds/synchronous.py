@@ -149,7 +149,7 @@ def begin_final_phase(
     Raises:
         DriftError: the parameters differ; the message names a unit.
     """
-    check_identical(host, groups, "at the begin of the final synchronous phase")
+    check_identical(host, groups, "at the start of the final synchronous phase")
     if groups.sync.size == 1:
         return
     if _have_same_moments(host, groups):

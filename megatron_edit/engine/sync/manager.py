@@ -54,7 +54,7 @@ class SyncManager:
 
     Attributes:
         landing: the sync whose units are landing; None when all have landed and were checked.
-        pending: syncs that land later, in the order of their starts.
+        pending: syncs that land as a whole, later or after a check, in the order of their starts.
     """
 
     def __init__(

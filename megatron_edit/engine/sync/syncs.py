@@ -3,7 +3,8 @@
 Units start and land in forward order on every rank. `ForwardSync` lands immediately: it has at most
 `depth` units in flight, and each lands when the forward pass needs it, or in blocking mode all
 together. `DelayedSync` computes the addends of all its units at the start and lands them steps
-later. Both do the same arithmetic on the same messages (`unit_sync.py`).
+later; `CheckedSync` does the same, and lands at once, after all replicas have compared their
+results. All do the same arithmetic on the same messages (`unit_sync.py`).
 """
 
 from __future__ import annotations
@@ -351,7 +352,7 @@ class DelayedSync(Sync):
         return is_finite_on_all_stages(is_finite, self._groups)
 
     def finish_exchange(self) -> None:
-        """Wait until no exchange is in flight. The result lands later."""
+        """Wait until no exchange is in flight. Lands nothing."""
         for unit in self._inflight:
             self.advance()
             with naming_unit(unit.shard):

@@ -159,7 +159,7 @@ def _smooth(values: Array) -> Array:
 
 
 def _mark_events(axes: Axes, run: MonitoredRun) -> None:
-    """Draw vertical lines: end of warm-up, begin of the final synchronous phase, resumes."""
+    """Draw vertical lines: end of warm-up, start of the final synchronous phase, resumes."""
     assert run.facts is not None
     batch = (run.facts.batch_size or 1) if run.is_plotted_by_samples else 1
     first, last = axes.get_xlim()

@@ -33,7 +33,8 @@ class MonitorFinding(NamedTuple):
     """One problem of a run.
 
     Attributes:
-        level: one of `LEVELS`; an error means a run that is lost, or an incomplete report.
+        level: one of `LEVELS`; an error means a failed run, drift between replicas, or damaged
+            lines.
         text: sentences, with a remedy.
     """
 
@@ -160,8 +161,8 @@ def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding
     syncs = run.syncs
     if syncs.low_effective >= WATCHED_SYNCS:
         yield _warning(
-            f"For {syncs.low_effective} syncs in a row the median unit stood on fewer than "
-            f"{syncs.half:g} replicas: "
+            f"For {syncs.low_effective} syncs in a row the median unit had fewer than "
+            f"{syncs.half:g} effective replicas: "
             f"{_join((_raise_temperature(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:

@@ -325,7 +325,7 @@ def stock_cost(job: Job, setting: TimingSetting) -> Cost:
     work = machine.per_wire_byte * traffic.per_rank
     exposed = max(0.0, reduce - backward * job.overlaps_reduce)
     exposed += max(0.0, gather - forward * job.overlaps_gather)
-    # The rank's own work for the exchange cannot overlap with its compute.
+    # The rank's local work for the exchange cannot overlap with its compute.
     longest = max(reduce, gather)
     return Cost(reduce + gather, work, max(exposed, work), setting.step, longest)
 
