@@ -112,7 +112,7 @@ def expected_moments(
 @pytest.mark.parametrize("world", [(2, 1), (3, 2)])
 def test_exchanged_moments_equal_the_reference(world: tuple[int, int], wire: str) -> None:
     """Bitwise, for each dtype of the parameters, at every second sync; reported bytes equal those
-    sent. Catches weights of the parameters in the mean of moments, and K off by one."""
+    sent. Catches weights of the parameters in averages of moments, and K off by one."""
     replicas, ranks = world
     start, moves = make_moves(6, replicas, seed=3)
     moments = make_moments(6, replicas, seed=4)
