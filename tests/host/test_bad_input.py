@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Flags, str, str]] = {
                          "--overlap-param-gather-with-optimizer-step", "before a sync"),
     "megatron-fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "own parameter buffers"),
     "torch-fsdp2": ({"use_torch_fsdp2": True}, "--use-torch-fsdp2", "own parameter buffers"),
-    "save": ({"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a folder"),
+    "save": ({"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a writable folder"),
     "format": (
         {"save": "x", "save_interval": 2, "ckpt_format": "torch"},
         "--ckpt-format torch", "torch_dist",
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
     "units": ({"edit_log_units_to_tensorboard": True}, "--edit-log-units-to-tensorboard",
               "a writer of Megatron"),
-    "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "written to"),
+    "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "a writable folder"),
 }  # fmt: skip
 
 
