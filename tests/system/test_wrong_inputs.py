@@ -96,6 +96,15 @@ GENERAL = [
     "watch log --seconds 0",
     "watch log --seconds soon",
     "watch log extra --once",
+    "hub",
+    "hub --state-dir file.txt",
+    "hub --state-dir hub --listen here",
+    "hub --state-dir hub --listen 0.0.0.0:0",
+    "hub --state-dir hub --min-replicas 0",
+    "hub --state-dir hub --token-file nowhere",
+    "hub status",
+    "hub status 127.0.0.1:1",
+    "hub start",
 ]
 CHECKED = [
     "--world-size 0",
