@@ -13,7 +13,6 @@ import hmac
 import secrets
 import struct
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 LENGTH = struct.Struct(">I")
 MAC_BYTES = 32
@@ -62,7 +61,6 @@ class FrameCodec:
     is_hub: bool
     _sent: int = field(default=0, init=False)
     _received: int = field(default=0, init=False)
-    OVERHEAD: ClassVar[int] = LENGTH.size + MAC_BYTES
 
     @classmethod
     def session(

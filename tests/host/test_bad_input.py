@@ -30,7 +30,9 @@ CASES: dict[str, tuple[Flags, str, str]] = {
                          "--overlap-param-gather-with-optimizer-step", "before a sync"),
     "megatron-fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "own parameter buffers"),
     "torch-fsdp2": ({"use_torch_fsdp2": True}, "--use-torch-fsdp2", "own parameter buffers"),
-    "save": ({"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a writable folder"),
+    "save": (
+        {"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a writable folder",
+    ),
     "format": (
         {"save": "x", "save_interval": 2, "ckpt_format": "torch"},
         "--ckpt-format torch", "torch_dist",

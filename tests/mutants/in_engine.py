@@ -637,8 +637,8 @@ ENGINE = (
         id="engine/commit-check-of-anchor-before",
         bug="the anchors before the outer step are compared, which are equal",
         file="engine/sync/unit_sync.py",
-        old="            rules.outer.step_(\n                anchor, momentum, average,",
-        new="            0 and rules.outer.step_(\n                anchor, momentum, average,",
+        old="rules.outer.step_(anchor, momentum, average,",
+        new="0 and rules.outer.step_(anchor, momentum, average,",
         test="pure/test_unit_sync.py::test_preview_is_the_digest_after_the_step",
     ),
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.plan import RoundPlan
-from megatron_edit.engine.sync.drift import differing_units
+from megatron_edit.engine.sync.drift import check
 from megatron_edit.engine.units import UnitPlan
 from megatron_edit.errors import DriftError
 from megatron_edit.method.digest import combine
@@ -53,11 +53,9 @@ def check_before_commit(
     """
     of_ranks = groups.replica.all_gather(torch.tensor([plan_digest])).flatten().tolist()
     plans = groups.meeting.all_gather(torch.tensor([combine(of_ranks)]))
-    units, _ = differing_units(plan, groups, digests)
     if bool((plans != plans[0]).any()):
         raise DriftError(f"the replicas differ {when} in their plans of the round")
-    if units:
-        raise DriftError.in_units(units, when)
+    check(plan, groups, digests, when)
 
 
 def _add(value: Any, update: Callable[[bytes], object]) -> None:

@@ -245,21 +245,16 @@ class UnitSync:
             rules: of the sync.
             scratch: three fp32 tensors of at least [numel]; overwritten.
         """
-        state, device = self.resident_state, groups.sync.device
         anchor, momentum, average = (each[: self.shard.numel] for each in scratch)
+        anchor.copy_(self.resident_state.anchor)
+        momentum.copy_(self.resident_state.momentum)
         if self.average is not None:
             self.await_average()
-            self._agree(groups, rules)
-        anchor.copy_(state.anchor)
-        momentum.copy_(state.momentum)
-        if self.average is not None:
-            assert self.agreed is not None
+            _, clip = self._agree(groups, rules)
             average.copy_(self.average)
-            rules.outer.step_(
-                anchor, momentum, average, clip=self.agreed[1], inner_lr=rules.inner_lr
-            )
-        means = [] if self.moments is None else list(self.moments.means.values())
-        return tensor_digest([anchor, momentum, *means]).to(device)
+            rules.outer.step_(anchor, momentum, average, clip=clip, inner_lr=rules.inner_lr)
+        means = () if self.moments is None else self.moments.means.values()
+        return tensor_digest([anchor, momentum, *means])
 
     def _agree(self, groups: EngineGroups, rules: SyncRules) -> tuple[Tensor, Tensor]:
         """Norm and clip of the average, the same on all ranks that hold the unit."""
