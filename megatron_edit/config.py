@@ -1,7 +1,8 @@
-"""Settings of the plugin: names, defaults, ranges, flags and the rules between them.
+"""Settings of the plugin: the rules for them and between them, and their flags.
 
-`EditConfig` is the resolved configuration. From the metadata of its fields `add_arguments` builds
-the `--edit-*` flags for this package's own parser (`command_line`) and for Megatron's.
+`EditConfig` is the resolved configuration. From the metadata of its fields (`config_fields`)
+`add_arguments` builds the `--edit-*` flags for this package's own parser (`command_line`) and for
+Megatron's.
 """
 
 from __future__ import annotations
@@ -9,98 +10,65 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import InitVar, dataclass, field
+import re
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any
 
+from megatron_edit.config_fields import SettingFields
+from megatron_edit.config_fields import number_or_auto as number_or_auto
 from megatron_edit.constants import (
     ADACOMM,
     ADAM,
     ALL,
-    AVERAGED_MOMENTS,
-    DEVICES,
-    FEW_REPLICAS,
+    BF16,
+    BLOCKING,
     FIXED,
     FP32,
-    INNER_STATES,
-    INTERVALS,
-    MIN_TIMEOUT_SECONDS,
+    GLOO,
     NONE,
     OPTIMIZERS_WITH_MOMENTS,
     OVERLAP,
     QSR,
+    REPLICA_NAME,
+    REPLICA_NAME_RULE,
     STL,
-    SYNC_BACKENDS,
-    SYNC_DTYPES,
-    SYNC_MODES,
-    TIMEOUT_ROUNDS,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import (
-    AUTO,
-    default_text,
-    flag,
-    format_value,
-    parse_endpoint,
-    preset_of,
-)
+from megatron_edit.flags import AUTO, default_text, flag, format_value, parse_endpoint, preset_of
 from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.strategy import STRATEGIES
 
 # Share of the training time that syncs should not exceed; the target of all advice on settings.
 TARGET_SYNC_SHARE = 0.02
-_WITHOUT_DEFAULT = ("num_replicas", "replica_id")
+_WITHOUT_DEFAULT = ("num_replicas", "replica_id", "nominal_replicas")
 # Settings without effect: with timed strategies, with an endless warm-up, without a penalty.
 STEP_COUNT_SETTINGS = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
 SYNC_SETTINGS = (
     "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
     "final_sync_fraction",
 )  # fmt: skip
+# Values of settings with which a run may have a hub.
+_ELASTIC: dict[str, tuple[Any, ...]] = {
+    "sync_dtype": (FP32, BF16),
+    "sync_mode": (AUTO, BLOCKING),
+    "sync_backend": (AUTO, GLOO),
+    "fragments": (1,),
+    "delay_steps": (0,),
+    "mix": (0.0,),
+    "interval": (FIXED,),
+    "average_moments": (NONE,),
+    "scale_beta2": (False,),
+    "final_sync_fraction": (0.0,),
+}
 _PENALTY_SETTINGS = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience",
     "loss_threshold", "clip", "weight_temperature",
 )  # fmt: skip
 
 
-# argparse shows the names of these functions: "invalid number_or_auto value: 'x'".
-def number_or_auto(text: str) -> float | None:
-    """Parse a number or `auto` (None)."""
-    return None if text == AUTO else float(text)
-
-
-def number_or_none(text: str) -> float | None:
-    """Parse a number or `none` (None)."""
-    return None if text == NONE else float(text)
-
-
-def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | None = None) -> Any:
-    """Return a dataclass field with the metadata of its flag.
-
-    Args:
-        default: value if the flag is not given.
-        doc: help text, with unit and range.
-        kind: converter of the flag's text; None for a switch.
-        only: supported values, if there are few; any other is refused.
-    """
-    metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
-    if kind is number_or_none:
-        metadata["none"] = NONE
-    return field(default=default, metadata=metadata)
-
-
-def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
-    """Return a field that strategies may preset: its default None is replaced by the preset.
-
-    Args:
-        usual: value for strategies without a preset.
-        doc: see `_setting`.
-        kind: see `_setting`.
-    """
-    return field(default=None, metadata={"doc": doc, "kind": kind, "only": None, "usual": usual})
-
-
 @dataclass(frozen=True)
-class EditConfig:
+class EditConfig(SettingFields):
     """Settings of EDiT. The constructor fills in the strategy's presets and checks all values.
 
     Args:
@@ -110,165 +78,6 @@ class EditConfig:
         UsageError: a value is out of range, not supported by this version, or contradicts another.
     """
 
-    use_edit: bool = _setting(False, "train with EDiT replicas")
-    num_replicas: int | None = _setting(
-        None,
-        "N, number of replicas; if not set: nodes of the launch, if more than 1",
-        kind=int,
-    )
-    replica_id: int | None = _setting(
-        None, "index of this launch's replica, 0..N-1 (one launch per replica)", kind=int
-    )
-    rendezvous: str | None = _setting(
-        None,
-        "HOST:PORT at which replica 0 listens for the others (one launch per replica)",
-        kind=str,
-    )
-    strategy: str = _setting("edit", "how replicas are synchronised", kind=str, only=STRATEGIES)
-    warmup_steps: int = _preset(
-        1000, "W, synchronous steps before the first local step; >= 0", kind=int
-    )
-    sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
-    final_sync_fraction: float = _setting(
-        0.0,
-        "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
-        "gradients are averaged at every step, as in the warm-up; in [0, 1]",
-        kind=float,
-    )
-    sync_seconds: float = _setting(
-        600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
-    )
-    min_round_steps: int = _setting(
-        100, "a-edit: minimum steps of a round, of all replicas together; >= 0", kind=int
-    )
-    step_weight: float = _setting(
-        0.0, "a-edit: rho, influence of step counts on the weights; in [0, 1]", kind=float
-    )
-    outer_lr: float = _preset(0.8, "nu, outer learning rate (slowmo, co2: alpha); > 0", kind=float)
-    outer_momentum: float = _preset(
-        0.85, "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1)", kind=float
-    )
-    anomaly_threshold: float = _setting(
-        3.0, "delta, standard deviations above the mean norm that are allowed; > 0", kind=float
-    )
-    anomaly_alpha: float = _setting(
-        0.02, "alpha, weight of the newest norm in the statistics; in (0, 1]", kind=float
-    )
-    anomaly_warmup_syncs: int = _setting(
-        20, "accepted syncs before a detector is armed; >= 0", kind=int
-    )
-    anomaly_patience: int = _setting(
-        3, "consecutive rejections before a norm or a loss is accepted again; >= 0", kind=int
-    )
-    loss_threshold: float = _setting(
-        6.0,
-        "standard deviations by which a replica's loss of a round, relative to the other replicas, "
-        "may exceed its history; > 0",
-        kind=float,
-    )
-    clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
-    weight_temperature: float | None = _setting(
-        None, "T of the weights softmax(-norm / T); > 0, or auto", kind=number_or_auto
-    )
-    no_anomaly: bool = _setting(
-        False,
-        "disable anomaly elimination, including the loss check (non-finite norms are still "
-        "rejected)",
-    )
-    no_loss_check: bool = _setting(False, "do not reject replicas because of their loss")
-    no_weighting: bool = _setting(False, "give all accepted replicas equal weights")
-    no_clip: bool = _setting(False, "disable the clip")
-    sync_mode: str = _setting(
-        AUTO,
-        "when updates are exchanged; blocking: right after the step, overlap: in the forward pass",
-        kind=str,
-        only=(AUTO, *SYNC_MODES),
-    )
-    prefetch_units: int = _setting(
-        2, "units whose exchange is prepared ahead (gloo sends one at a time)", kind=int
-    )
-    fragments: int = _preset(1, "F, groups of units synced at staggered steps; >= 1", kind=int)
-    delay_steps: int = _preset(
-        0,
-        "d, steps between the start of a sync and its landing; >= 0, < tau (a-edit: it lands at "
-        "the next meeting at the latest)",
-        kind=int,
-    )
-    mix: float = _preset(
-        0.0, "weight of the local parameters when a sync lands; in [0, 1]", kind=float
-    )
-    offload: bool = _setting(False, "keep anchor and outer momentum in (pinned) host memory")
-    sync_dtype: str = _setting(
-        FP32, "data type in which updates are exchanged", kind=str, only=SYNC_DTYPES
-    )
-    sync_backend: str = _setting(
-        AUTO,
-        "backend for updates between replicas; auto uses nccl if every rank has its own GPU, else "
-        "gloo",
-        kind=str,
-        only=(AUTO, *SYNC_BACKENDS),
-    )
-    digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
-    check_commits: bool = _setting(
-        False,
-        "compare the replicas' results of a sync before any replica applies it, so that a "
-        "difference ends the run with the state before the round; implies --edit-sync-mode "
-        "blocking, and needs memory for one more fp32 copy of the shards (and of averaged moments) "
-        "during a sync",
-    )
-    log_dir: str | None = _setting(None, "folder for the event files", kind=str)
-    log_units_to_tensorboard: bool = _setting(
-        False,
-        f"also write scalars of each unit, and of each replica if more than {FEW_REPLICAS}",
-    )
-    inner_state: str = _setting(
-        ALL,
-        "whose inner optimizer state is saved; all: that of every replica (exact resume), leader: "
-        "that of replica 0 (saves wait for a sync), reset: like leader, moments restart at zero",
-        kind=str,
-        only=INNER_STATES,
-    )
-    timeout_seconds: float | None = _setting(
-        None,
-        "seconds without progress after which a replica counts as lost; > 0, or auto = "
-        f"max({MIN_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
-        kind=number_or_auto,
-    )
-    interval: str = _setting(
-        FIXED,
-        "schedule of the sync interval; qsr = max(tau, (a / lr)^2), stl: tau doubles in each of "
-        "the equal stages of local training, adacomm = ceil(tau sqrt(loss / first loss)). In "
-        "measurements with a fixed outer momentum, growing and shrinking intervals gave a worse "
-        "loss than a fixed one at equal traffic (docs/strategies.md)",
-        kind=str,
-        only=INTERVALS,
-    )
-    qsr_a: float | None = _setting(
-        None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
-    )
-    stl_stages: int = _setting(
-        3, "stl: number of equal stages of local training, tau doubles in each; >= 1", kind=int
-    )
-    average_moments: str = _setting(
-        NONE,
-        "moments of Adam that a sync averages over the replicas, in one byte per element",
-        kind=str,
-        only=AVERAGED_MOMENTS,
-    )
-    average_moments_every: int = _setting(
-        1, "K, syncs between two averages of moments; >= 1", kind=int
-    )
-    scale_beta2: bool = _setting(False, "use beta2^(1/N) as Adam's beta2 during local training")
-    co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
-    co2_clip: float | None = _setting(
-        None, "co2: phi_m, largest element of the momentum; > 0", kind=number_or_none
-    )
-    device: str = _setting(
-        AUTO,
-        "device; auto uses CUDA, and the CPU only if the machine has no GPU",
-        kind=str,
-        only=(AUTO, *DEVICES),
-    )
     inner_optimizer: InitVar[str] = ADAM
 
     def __post_init__(self, inner_optimizer: str) -> None:
@@ -324,6 +133,7 @@ def check_all(config: EditConfig) -> None:
     check_moments(config)
     check_interval(config)
     check_launch(config)
+    check_elastic(config)
 
 
 def phase_warning(
@@ -377,6 +187,8 @@ def check_ranges(config: EditConfig) -> None:
     """Check the range of each setting."""
     _at_least(config, "num_replicas", 1)
     _at_least(config, "replica_id", 0)
+    _at_least(config, "nominal_replicas", 1)
+    _at_least(config, "min_replicas", 1)
     _at_least(config, "warmup_steps", 0)
     _at_least(config, "sync_interval", 1)
     _at_least(config, "min_round_steps", 0)
@@ -554,6 +366,59 @@ def check_launch(config: EditConfig) -> None:
         )
     if config.rendezvous is not None:
         parse_endpoint(config.rendezvous)
+
+
+def check_elastic(config: EditConfig) -> None:
+    """Check the settings of a run with a hub, and refuse those that are not elastic yet."""
+    if config.hub is None:
+        for name in ("replica_name", "nominal_replicas", "min_replicas", "hub_token_file"):
+            _refuse_unless_default_with(config, name, f"{flag('hub')} HOST:PORT")
+        return
+    parse_endpoint(config.hub, "hub")
+    for name in ("replica_name", "nominal_replicas"):
+        if getattr(config, name) is None:
+            raise UsageError(
+                f"{flag('hub')} {config.hub}", f"also needs {flag(name)}", f"add {flag(name)}"
+            )
+    if not re.fullmatch(REPLICA_NAME, config.replica_name or ""):
+        raise UsageError(
+            f"{flag('replica_name')} {config.replica_name}",
+            f"must be {REPLICA_NAME_RULE}",
+            "give another name",
+        )
+    for name in ("num_replicas", "replica_id", "rendezvous"):
+        if getattr(config, name) is not None:
+            raise UsageError(
+                f"{flag(name)} {getattr(config, name)}",
+                "with a hub each replica has a launch of its own, and the hub numbers them",
+                f"start one launch per replica, with {flag('replica_name')}, and drop the flag",
+            )
+    if config.min_replicas > (config.nominal_replicas or 0):
+        raise UsageError(
+            f"{flag('min_replicas')} {config.min_replicas}",
+            f"must be at most {flag('nominal_replicas')} {config.nominal_replicas}",
+            "give a smaller value",
+        )
+    _refuse_not_elastic(config)
+
+
+def _refuse_not_elastic(config: EditConfig) -> None:
+    if not STRATEGIES[config.strategy].is_elastic:
+        elastic = [name for name, strategy in STRATEGIES.items() if strategy.is_elastic]
+        raise UsageError(
+            f"{flag('strategy')} {config.strategy}",
+            f"is not elastic yet: {flag('hub')} cannot be given with it",
+            f"use {' or '.join(elastic)}, or drop {flag('hub')}",
+        )
+    for name, elastic in _ELASTIC.items():
+        value = getattr(config, name)
+        if value not in elastic:
+            names = " or ".join(format_value(each) for each in elastic)
+            raise UsageError(
+                flag(name) if value is True else f"{flag(name)} {format_value(value)}",
+                f"is not elastic yet: {flag('hub')} cannot be given with it",
+                "drop one of the two" if value is True else f"use {names}, or drop {flag('hub')}",
+            )
 
 
 def _at_least(config: EditConfig, name: str, least: int) -> None:

@@ -7,7 +7,7 @@ imported without settings.
 from __future__ import annotations
 
 # Allowed values of settings; `EditConfig` describes them and has the defaults.
-SYNC_BACKENDS = ("nccl", "gloo")
+NCCL, GLOO = SYNC_BACKENDS = ("nccl", "gloo")
 FP32, BF16, INT8, INT4 = SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
@@ -21,6 +21,8 @@ CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 
 MIN_TIMEOUT_SECONDS = 600.0
 TIMEOUT_ROUNDS = 4
 GRACE_SECONDS = 5.0  # a failing rank waits for the first rank to report the error
+REPLICA_NAME = r"[A-Za-z0-9._-]{1,64}"  # pattern of the name of a replica, in a run with a hub
+REPLICA_NAME_RULE = "1 to 64 letters, digits, dots, underscores and hyphens"
 FEW_REPLICAS = 8  # up to this number each replica has its own scalars by default
 # Warn after so many syncs in a row with weights near one-hot, or with a clip factor below LOW_CLIP.
 WATCHED_SYNCS = 10

@@ -1,7 +1,7 @@
 """Exceptions of this package and their exit codes.
 
 Exit codes of a rank process: 0 finished, 2 unusable arguments or environment, 3 drift between
-replicas, 4 replica lost. Library code raises; only the launcher exits.
+replicas, 4 replica lost, 5 fenced: start it again. Library code raises; only the launcher exits.
 """
 
 from __future__ import annotations
@@ -80,6 +80,13 @@ class ReplicaLostError(EditError):
         error = ReplicaLostError(f"{subject} {where}: {self}")
         error.has_context = True
         return error
+
+
+class FencedError(EditError):
+    """The other replicas of an elastic run go on without this process; started again, its replica
+    joins them."""
+
+    exit_code = 5
 
 
 class SyncProtocolError(EditError):

@@ -65,15 +65,17 @@ def default_text(spec: dataclasses.Field[Any]) -> str:
     return "; ".join([str(usual), *others])
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
+def parse_endpoint(text: str, name: str = "rendezvous") -> tuple[str, int]:
     """Split ``HOST:PORT`` into host and port.
+
+    Args:
+        text: value of the flag.
+        name: field of `EditConfig`, for errors.
 
     Raises:
         UsageError: the text has another form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(
-            f"{flag('rendezvous')} {text}", "must be HOST:PORT", "give e.g. node0:29400"
-        )
+        raise UsageError(f"{flag(name)} {text}", "must be HOST:PORT", "give e.g. node0:29400")
     return host, int(port)

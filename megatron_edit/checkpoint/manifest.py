@@ -21,8 +21,8 @@ from megatron_edit.errors import UsageError
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 # 2: syncs that land late, wire types; 3: settings; 4: a final phase, exchanged moments,
-# loss history.
-FORMAT, VERSION = "megatron_edit checkpoint", 4
+# loss history; 5: names of replicas, digest.
+FORMAT, VERSION = "megatron_edit checkpoint", 5
 KEYS = {"replicas_identical": "is_level"}  # fields with another name in the file
 
 
@@ -70,6 +70,8 @@ class Manifest:
             which have changed. Empty where an older version wrote it.
         loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older
             version wrote it.
+        members: names of the replicas; empty where an older version wrote it.
+        digest: of anchor and momentum in an elastic run, as its hub recorded it; else empty.
     """
 
     iteration: int
@@ -101,6 +103,8 @@ class Manifest:
     first_loss: float | None = None
     common_steps: int | None = None
     loss_history: Mapping[str, list[float]] = field(default_factory=dict)
+    members: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def is_mid_round(self) -> bool:
@@ -185,6 +189,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
             "settings": dict(body.get("settings", {})),
             "displaced": tuple((int(a), int(b)) for a, b in body["displaced"]),
             "unit_steps": tuple(map(tuple, body.get("unit_steps", ()))),
+            "members": tuple(body.get("members", ())),
             "files": {name: FileRecord(**record) for name, record in body["files"].items()},
         }
     )

@@ -275,22 +275,45 @@ class Group:
             poll: called repeatedly while this rank waits, on the CPU; returns the seconds to the
                 next call. There is no time-out then: `poll` raises instead.
         """
-        if self.size == 1:
-            return tensor.unsqueeze(0).clone()
-        local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
-        rows = torch.empty((self.size, *local.shape), dtype=local.dtype, device=self.device)
-        options.timeout = self.timeout if poll is None else UNLIMITED
-        work = self._start(lambda: [self._all_gather(rows, local, options)])
-        if poll is not None:
+        timeout = self.timeout if poll is None else UNLIMITED
+        work, rows = self.start_all_gather(tensor, timeout)
+        if poll is not None and work.works:
             wait_polling(work, self.process_group, poll)
         work.wait()
-        self.payload_bytes += (self.size - 1) * local.nbytes
         return rows.to(tensor.device)
+
+    def start_all_gather(
+        self, tensor: Tensor, timeout: timedelta | None = None
+    ) -> tuple[Work, Tensor]:
+        """Begin to stack the tensors of all ranks; see `all_gather`.
+
+        Collective: all ranks of the group, same shape and dtype.
+
+        Returns:
+            The work, and the tensor on the group's device that has the rows when it is done.
+        """
+        if self.size == 1:
+            return Work(self.name), tensor.unsqueeze(0).clone()
+        local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
+        rows = torch.empty((self.size, *local.shape), dtype=local.dtype, device=self.device)
+        options.timeout = timeout or self.timeout
+        work = self._start(lambda: [self._all_gather(rows, local, options)])
+        self.payload_bytes += (self.size - 1) * local.nbytes
+        return work, rows
 
     def _all_gather(self, rows: Tensor, local: Tensor, options: AllgatherOptions) -> Any:
         if self.runs_in_order:  # one launch; a list would cost NCCL one more launch for each part
             return self.process_group._allgather_base(rows.flatten(), local.flatten(), options)
         return self.process_group.allgather([list(rows.unbind())], [local], options)
+
+    def is_true_on_any_rank(self, value: bool) -> bool:
+        """Whether a value is true on any rank; the same result on all.
+
+        Collective: all ranks of the group, on the CPU.
+        """
+        count = torch.tensor([int(value)])
+        self.all_reduce(count)
+        return int(count) > 0
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Gather the picklable values of all ranks in rank order. For set-up only."""

@@ -19,6 +19,20 @@ LEAST_TORCH = "2.14"
 c10d: Any = native  # its types do not know what torch 2.14 adds
 
 
+def check_torch() -> None:
+    """Check that groups can be formed again with other ranks.
+
+    Raises:
+        UsageError: not with this torch.
+    """
+    if not hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure"):
+        raise UsageError(
+            f"torch {torch.__version__}",
+            f"elastic replicas need torch >= {LEAST_TORCH}",
+            "install it, or run without --edit-hub",
+        )
+
+
 class HubStore(dist.Store):  # type: ignore[misc]
     """`torch.distributed.Store` over the hub.
 
@@ -86,7 +100,8 @@ class EpochGroup:
         store: that all ranks share.
         number: of this rank, different from that of all other processes in the run.
         address: of the interface to listen on.
-        timeout: longest wait of a collective, and of forming the group.
+        timeout: longest wait of forming the group, and of a collective without its own.
+        interface: of the network, instead of `address`; empty for none.
 
     Attributes:
         process_group: torch's; usable after `form`.
@@ -95,16 +110,21 @@ class EpochGroup:
         UsageError: this torch has no such groups.
     """
 
-    def __init__(self, store: dist.Store, number: int, address: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        number: int,
+        address: str,
+        timeout: timedelta,
+        interface: str = "",
+    ) -> None:
+        check_torch()
         self._timeout = timeout
+        self._store = store  # torch's group does not keep a store alive that is written in Python
         options = dist.ProcessGroupGloo._Options()
-        if not hasattr(options, "enable_reconfigure"):
-            raise UsageError(
-                f"torch {torch.__version__}", f"elastic replicas need torch >= {LEAST_TORCH}",
-                "install it, or run without --edit-hub",
-            )  # fmt: skip
         options._timeout, options.enable_reconfigure = timeout, True
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        place = {"interface": interface} if interface else {"hostname": address}
+        options._devices = [dist.ProcessGroupGloo.create_device(**place)]
         self.process_group: Any = dist.ProcessGroupGloo(store, number, number + 1, options)
 
     @property

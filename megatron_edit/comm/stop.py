@@ -65,7 +65,7 @@ class StopBoard:
             sync: counts the exchanges that it has begun.
             step: returns the steps of this replica in this launch.
         """
-        place, is_first = world.placement, control.rank == 0
+        place, is_first = world.scope, control.rank == 0
 
         def progress() -> ReplicaProgress:
             return ReplicaProgress(meeting.num_started, sync.num_started, step())

@@ -143,7 +143,11 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options.group_name = prefix
         options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
-    gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)
-    if transport.device.type == "cpu":
+    return on_device(dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout), group)
+
+
+def on_device(gloo: Any, group: Group) -> Any:
+    """A gloo process group for tensors on the device of a group."""
+    if group.device.type == "cpu":
         return gloo
-    return StagedProcessGroup(gloo, group.streams, pin=transport.device.type == "cuda")
+    return StagedProcessGroup(gloo, group.streams, pin=group.device.type == "cuda")

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class ReplicaWorld:
         shared_store: shared by the ranks of all replicas.
         timeout: longest wait at a sync.
         registry: of the launches, until training begins; None in a single launch.
+        is_alone: whether `shared_store` is shared by the ranks of this replica alone, as in an
+            elastic run; what the replicas have in common is then settled by the hub.
+        layout: in an elastic run, hash of all that must be equal on the replicas.
     """
 
     placement: Placement
@@ -48,12 +51,19 @@ class ReplicaWorld:
     shared_store: dist.Store
     timeout: timedelta
     registry: LaunchRegistry | None = None
+    is_alone: bool = False
+    layout: str = ""
     _saved_environment: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def scope(self) -> Placement:
+        """Placement of this process among those that share `shared_store`."""
+        return replace(self.placement, num_replicas=1) if self.is_alone else self.placement
 
     def announce(self, event: str) -> None:
         """Announce to all replicas that this one has reached `event`; only rank 0 acts."""
-        if self.placement.rank == 0:
-            self.shared_store.set(f"{event}/{self.placement.replica}", "1")
+        if self.scope.rank == 0:
+            self.shared_store.set(f"{event}/{self.scope.replica}", "1")
 
     def wait_for_first_replica(self, event: str) -> None:
         """Wait until replica 0 has announced `event`. Returns at once on replica 0.
@@ -63,7 +73,7 @@ class ReplicaWorld:
         Raises:
             ReplicaLostError: replica 0 did not announce it.
         """
-        if self.placement.replica > 0:
+        if self.scope.replica > 0:
             self.wait_for(f"{event}/0", SETUP_TIMEOUT)
 
     def shared_text(
@@ -74,7 +84,7 @@ class ReplicaWorld:
         Raises:
             ReplicaLostError: rank 0 did not create it within `timeout`.
         """
-        if self.placement.global_rank == 0:
+        if self.scope.global_rank == 0:
             self.shared_store.set(key, make())
         self.wait_for(key, timeout, replica=0)
         return str(self.shared_store.get(key).decode())
@@ -82,7 +92,7 @@ class ReplicaWorld:
     def wait_for_all_replicas(self, event: str) -> None:
         """Announce `event` and wait until all replicas have announced it."""
         self.announce(event)
-        for replica in range(self.placement.num_replicas):
+        for replica in range(self.scope.num_replicas):
             self.wait_for(f"{event}/{replica}", SETUP_TIMEOUT)
 
     def begin_training(self) -> None:
@@ -115,7 +125,7 @@ class ReplicaWorld:
         It may host the store, so it must not exit before.
         """
         self._count_rank(event)
-        if self.placement.global_rank == 0:
+        if self.scope.global_rank == 0:
             self.wait_for(f"{event}/all", timeout)
 
     def is_announced_by_first_rank(self, event: str) -> bool:
@@ -123,7 +133,7 @@ class ReplicaWorld:
 
         For ranks that would otherwise repeat a message of global rank 0.
         """
-        if self.placement.global_rank == 0:
+        if self.scope.global_rank == 0:
             with suppress(RuntimeError):  # the store may be gone: then no rank reads it
                 self.shared_store.set(event, "1")
             return True
@@ -151,7 +161,7 @@ class ReplicaWorld:
             return  # a rank failed; or the store's host has exited, after it had waited for all
 
     def _count_rank(self, event: str) -> None:
-        num_ranks = self.placement.num_replicas * self.placement.ranks_per_replica
+        num_ranks = self.scope.num_replicas * self.scope.ranks_per_replica
         if self.shared_store.add(f"{event}/count", 1) == num_ranks:
             self.shared_store.set(f"{event}/all", "1")
 
@@ -202,7 +212,7 @@ class ReplicaWorld:
         is_joining = timeout == JOIN_TIMEOUT
         what = f"has not {'joined' if is_joining else 'arrived'} ({event})"
         remedy = "look at its last output"
-        place = self.placement
+        place = self.scope
         if is_joining and replica not in (None, place.replica) and not place.is_single_launch:
             remedy = f"is it started, with {flag('replica_id')} {replica}?"
         return f"{missing} {what} within {_in_words(timeout)}; {remedy}"
@@ -236,7 +246,11 @@ def _in_words(time: timedelta) -> str:
 
 
 def join(
-    placement: Placement, *, rendezvous: str | None, timeout_seconds: float | None
+    placement: Placement,
+    *,
+    rendezvous: str | None,
+    timeout_seconds: float | None,
+    is_alone: bool = False,
 ) -> ReplicaWorld:
     """Open the stores. Blocks: the host, until the store's host has joined.
 
@@ -244,6 +258,7 @@ def join(
         placement: of this process.
         rendezvous: HOST:PORT of the shared store, where each replica has its own launch.
         timeout_seconds: longest wait at a sync; None is the lower bound of `auto`.
+        is_alone: see `ReplicaWorld`.
 
     Raises:
         UsageError: the launch has no store, the rendezvous cannot be reached, or another launch
@@ -255,6 +270,10 @@ def join(
         replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
         shared_store = dist.PrefixStore(_SHARED, launch_store)
         return ReplicaWorld(placement, replica_store, shared_store, timeout)
+    if is_alone:
+        replica_store = dist.PrefixStore("edit/replica", launch_store)
+        shared_store = dist.PrefixStore(_SHARED, launch_store)
+        return ReplicaWorld(placement, replica_store, shared_store, timeout, is_alone=True)
     shared_store = dist.PrefixStore(_SHARED, _rendezvous_store(rendezvous, placement))
     registry = LaunchRegistry(shared_store, launch_store, placement)
     registry.register(JOIN_TIMEOUT)

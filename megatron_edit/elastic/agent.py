@@ -2,28 +2,38 @@
 
 The main thread reports what the ranks have done (`report`) and takes orders (`next_order`). It
 never waits for the network. A lost connection is made again, with what the hub may have missed.
+Where the main thread does not take the last order, the thread ends the process.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import queue
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_edit.elastic.channel import (
     LENGTH,
     MAC_BYTES,
     NONCE_BYTES,
+    PEER,
+    QUERY,
+    REPLICA,
     ChannelError,
     FrameCodec,
+    configure_socket,
     is_proof,
     new_nonce,
     proof,
 )
+from megatron_edit.elastic.liveness import SILENT_SECONDS
 from megatron_edit.elastic.messages import (
     AliveMessage,
     End,
@@ -31,16 +41,19 @@ from megatron_edit.elastic.messages import (
     FromReplica,
     Hello,
     MessageError,
+    Refused,
     decode,
     encode,
 )
 from megatron_edit.elastic.replica import (
     Connected,
+    LastOrder,
     Order,
     Outcome,
     ReplicaState,
     Report,
     Task,
+    exit_of,
     receive,
     report,
 )
@@ -48,7 +61,8 @@ from megatron_edit.elastic.replica import (
 HEARTBEAT_SECONDS = 1.0
 READ_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
-MAX_CLOSED = 5  # connections that a hub closes in the handshake, before it is taken for a refusal
+MAX_CLOSED = 5  # connections that a hub closes at the proof, before it is taken for a refusal
+UNTAKEN_SECONDS = 20.0  # after which a main thread that does not take the last order hangs
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 1.0
 
 
@@ -61,27 +75,91 @@ class HubAddress:
     token: bytes = b""
 
 
-def open_session(address: HubAddress, timeout: float) -> tuple[socket.socket, FrameCodec]:
-    """Connect to a hub, and prove the token both ways.
+class ProofRefusedError(ConnectionError):
+    """The other side has closed the connection instead of answering the proof."""
+
+
+def open_session(
+    address: HubAddress, timeout: float, role: bytes = PEER
+) -> tuple[socket.socket, FrameCodec]:
+    """Connect to a hub, or to another program of the run, and prove the token both ways.
+
+    Args:
+        address: of the other side.
+        timeout: seconds for all of it.
+        role: what the session is for; see `channel`.
 
     Raises:
         OSError: it cannot be reached within `timeout` seconds.
-        ChannelError: it does not have the token, or is no hub.
+        ChannelError: it does not have the token, or there is none and it is on another machine.
     """
-    connection = socket.create_connection((address.host, address.port), timeout)
+    until = time.monotonic() + timeout
+    connection = _connect(address, until)
     try:
+        configure_socket(connection)
+        hub_nonce, nonce = _read(connection, NONCE_BYTES, until), new_nonce()
+        connection.sendall(nonce + proof(address.token, role, hub_nonce, nonce))
+        try:
+            answer = _read(connection, MAC_BYTES, until)
+        except ConnectionError as error:
+            raise ProofRefusedError("the other side has closed the connection") from error
+        if not is_proof(answer, proof(address.token, b"hub", hub_nonce, nonce)):
+            raise ChannelError("the other side does not have this token")
         connection.settimeout(timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hub_nonce, nonce = _read(connection, NONCE_BYTES), new_nonce()
-        connection.sendall(nonce + proof(address.token, b"peer", hub_nonce, nonce))
-        if not is_proof(
-            _read(connection, MAC_BYTES), proof(address.token, b"hub", hub_nonce, nonce)
-        ):
-            raise ChannelError("the hub does not have this token")
     except BaseException:
         connection.close()
         raise
-    return connection, FrameCodec.session(address.token, hub_nonce, nonce, is_hub=False)
+    codec = FrameCodec.session(address.token, hub_nonce, nonce, is_hub=False, role=role)
+    return connection, codec
+
+
+def _connect(address: HubAddress, until: float) -> socket.socket:
+    """Connect to the first address of a host that answers."""
+    failure: OSError = OSError(f"{address.host} has no address")
+    for family, kind, protocol, _, place in _resolve(address, until):
+        if not address.token and not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
+            raise ChannelError("without a token only a hub on this machine is used")
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(_left(until))
+            connection.connect(place)
+        except OSError as error:
+            failure = error
+            connection.close()
+        else:
+            return connection
+    raise failure
+
+
+def _resolve(address: HubAddress, until: float) -> list[Any]:
+    """What `socket.getaddrinfo` finds; as that has no time-out, a thread calls it."""
+    found: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            found.put(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.put(error if isinstance(error, OSError) else OSError(str(error)))
+
+    threading.Thread(target=look_up, name="edit-hub-name", daemon=True).start()
+    try:
+        addresses = found.get(timeout=_left(until))
+    except queue.Empty:
+        raise TimeoutError(f"the name {address.host} is not resolved in time") from None
+    if isinstance(addresses, OSError):
+        raise addresses
+    return addresses
+
+
+def _left(until: float) -> float:
+    """Seconds until a time.
+
+    Raises:
+        TimeoutError: none.
+    """
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError("the other side does not answer in time")
+    return left
 
 
 def query(address: HubAddress, what: bytes, timeout: float = CONNECT_SECONDS) -> bytes:
@@ -90,7 +168,7 @@ def query(address: HubAddress, what: bytes, timeout: float = CONNECT_SECONDS) ->
     Raises:
         OSError, ChannelError: see `open_session`.
     """
-    connection, codec = open_session(address, timeout)
+    connection, codec = open_session(address, timeout, QUERY)
     with connection:
         connection.sendall(codec.encode(what))
         return codec.decode(read_frame(connection))
@@ -104,18 +182,24 @@ class Agent:
         hello: what the replica reports at its start.
         timeout: seconds without a hub after which the replica gives up.
         clock: monotonic seconds.
+        end_process: called with an exit code where the main thread does not take the last order.
     """
 
     def __init__(
         self, address: HubAddress, hello: Hello, timeout: float,
         clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[int], object] = os._exit,
     ) -> None:  # fmt: skip
         self._address, self._timeout, self._clock = address, timeout, clock
+        self._end_process = end_process
         self._state = ReplicaState.fresh(hello)
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._session: tuple[socket.socket, FrameCodec] | None = None
-        self._progress = (0, 0)
+        self._progress = (0, 0, 0)
+        self._last_heard, self._num_closed, self._run_id = 0.0, 0, b""
+        self._last_order: LastOrder | None = None
+        self._is_taken = threading.Event()  # the last order, or nobody waits for orders any more
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="edit-hub", daemon=True)
 
@@ -132,19 +216,34 @@ class Agent:
         """Report what the ranks have done. Returns at once."""
         self._reports.put(what)
 
-    def progressed(self, step: int, batches: int) -> None:
-        """Set what heartbeats count."""
-        self._progress = (step, batches)
+    def progressed(self, step: int, batches: int, exchanged: int = 0) -> None:
+        """Set what heartbeats count. The hub takes out a replica that others wait for while none
+        of these numbers changes for too long.
+
+        Args:
+            step: attempted steps.
+            batches: evaluated batches.
+            exchanged: bytes or units that have arrived in exchanges, since the start.
+        """
+        self._progress = (step, batches, exchanged)
 
     def next_order(self, timeout: float = 0.0) -> Order | None:
-        """The next order for the ranks; None where there is none within `timeout` seconds."""
+        """The next order for the ranks; None where there is none within `timeout` seconds.
+
+        `Fenced`, `Refused` and `End` must be taken within `UNTAKEN_SECONDS`: a main thread that
+        does not is taken to hang in a collective, and the process ends (`exit_of`).
+        """
         try:
-            return self._orders.get(timeout=timeout) if timeout else self._orders.get_nowait()
+            order = self._orders.get(timeout=timeout) if timeout else self._orders.get_nowait()
         except queue.Empty:
             return None
+        if isinstance(order, LastOrder):
+            self._is_taken.set()
+        return order
 
     def close(self, timeout: float = CONNECT_SECONDS) -> None:
         """Send what is left to send, and end."""
+        self._is_taken.set()
         self._closing.set()
         self._thread.join(timeout)
 
@@ -154,56 +253,78 @@ class Agent:
         try:
             self._keep_connected()
         except Exception as error:  # the ranks wait for orders of this thread
-            self._orders.put(End(f"the connection to the hub has failed: {error!r}", 4))
+            self._put(End(f"the connection to the hub has failed: {error!r}", 4))
+        if self._last_order is not None and not self._is_taken.wait(UNTAKEN_SECONDS):
+            code, reason = exit_of(self._last_order)
+            if code:
+                sys.stderr.write(f"megatron_edit: {reason}\n")
+                sys.stderr.flush()
+                self._end_process(code)
+
+    def _put(self, order: Order) -> None:
+        if isinstance(order, LastOrder):
+            self._last_order = order
+        self._orders.put(order)
 
     def _keep_connected(self) -> None:
-        retry, last_seen = FIRST_RETRY_SECONDS, self._clock()
-        num_closed, has_connected = 0, False  # by the hub, before it has proved the token
+        retry, self._last_heard = FIRST_RETRY_SECONDS, self._clock()
         while not (self._closing.is_set() and self._reports.empty()):
-            try:
-                self._session = open_session(self._address, CONNECT_SECONDS)
-            except ChannelError as error:
-                self._orders.put(End(str(error), 2))
-                return
-            except OSError as error:
-                is_closed = isinstance(error, ConnectionError) and not isinstance(
-                    error, ConnectionRefusedError
-                )
-                num_closed += is_closed and not has_connected
-                if num_closed > MAX_CLOSED:
-                    self._orders.put(End("the hub closes the connection: another token?", 2))
-                    return
-                if self._clock() - last_seen > self._timeout:
-                    self._orders.put(End(f"no hub at {self._address.host}: {error}", 4))
-                    return
-                if self._closing.is_set():
-                    return
-                self._take_reports()
-                time.sleep(retry)
-                retry = min(2 * retry, LAST_RETRY_SECONDS)
-                continue
             began = self._clock()
             try:
+                self._open()
                 self._apply(report(self._state, Connected()))
-                has_connected = True
                 with selectors.DefaultSelector() as selector:
                     self._exchange(selector)
-            except (OSError, ChannelError, MessageError):
-                pass
-            finally:
-                self._session[0].close()
-                self._session = None
-                last_seen = self._clock()
-            if self._state.task is Task.ENDED:
+            except (OSError, ChannelError, MessageError) as error:
+                if self._session is None and (order := self._after_failure(error)) is not None:
+                    self._put(order)
+                    return
+            is_connected = self._session is not None
+            self._drop()
+            if is_connected and self._state.task is Task.ENDED:
                 return
-            if last_seen - began > LAST_RETRY_SECONDS:
+            if self._closing.is_set() and not is_connected:
+                return
+            self._take_reports()
+            if is_connected and self._clock() - began > LAST_RETRY_SECONDS:
                 retry = FIRST_RETRY_SECONDS
-            else:  # the hub does not keep the connection
+            else:  # there is no hub, or it does not keep the connection
                 time.sleep(retry)
                 retry = min(2 * retry, LAST_RETRY_SECONDS)
 
+    def _open(self) -> None:
+        """Open a session.
+
+        Raises:
+            OSError, ChannelError: see `open_session`.
+            ChannelError: the hub has the journal of another run.
+        """
+        session = open_session(self._address, CONNECT_SECONDS, REPLICA)
+        run = session[1].run
+        if self._state.has_begun and self._run_id not in (b"", run):
+            session[0].close()
+            raise ChannelError("it has the journal of another run")
+        self._session, self._run_id, self._last_heard = session, run, self._clock()
+
+    def _after_failure(self, error: Exception) -> LastOrder | None:
+        """The last order where a hub cannot be used; None where it may be later."""
+        place = f"hub {self._address.host}:{self._address.port}"
+        if isinstance(error, ChannelError):
+            return Refused(place, str(error), "check its address, token and --state-dir")
+        self._num_closed += isinstance(error, ProofRefusedError) and not self._run_id
+        if self._num_closed > MAX_CLOSED:
+            return Refused(place, "it closes the connection", "give hub and replicas one token")
+        if self._clock() - self._last_heard > self._timeout:
+            return End(f"no {place}: {error}", 4)
+        return None
+
+    def _drop(self) -> None:
+        if self._session is not None:
+            self._session[0].close()
+            self._session = None
+
     def _exchange(self, selector: selectors.BaseSelector) -> None:
-        """Send and receive until the connection ends."""
+        """Send and receive until the connection ends, or the hub is silent."""
         assert self._session is not None, "no connection"
         connection, codec = self._session
         selector.register(connection, selectors.EVENT_READ)
@@ -216,9 +337,12 @@ class Agent:
             if self._closing.is_set() and self._reports.empty():
                 return
             if not selector.select(READ_SECONDS):
+                if self._clock() - self._last_heard > SILENT_SECONDS:
+                    return
                 continue
             if not (chunk := connection.recv(1 << 16)):
                 return
+            self._last_heard = self._clock()
             for payload in reader.feed(chunk):
                 self._apply(receive(self._state, decode(payload, FromHub)))
 
@@ -231,7 +355,7 @@ class Agent:
         for message in outcome.messages:
             self._send(message)
         for order in outcome.orders:
-            self._orders.put(order)
+            self._put(order)
 
     def _send(self, message: FromReplica) -> None:
         """Without a connection nothing is sent: the next `Hello` says it again."""
@@ -259,17 +383,29 @@ class _FrameReader:
 
 
 def read_frame(connection: socket.socket) -> bytes:
-    """The next frame, without its length.
+    """The next frame, without its length, within the time-out of the connection.
 
     Raises:
         OSError, ChannelError: the connection has ended, or the frame is too long.
     """
-    return _read(connection, FrameCodec.frame_bytes(_read(connection, LENGTH.size)))
+    timeout = connection.gettimeout()
+    until = time.monotonic() + (timeout or CONNECT_SECONDS)
+    try:
+        size = FrameCodec.frame_bytes(_read(connection, LENGTH.size, until))
+        return _read(connection, size, until)
+    finally:
+        connection.settimeout(timeout)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, until: float) -> bytes:
+    """Exactly so many bytes.
+
+    Raises:
+        OSError: they are not there at the time `until`, or the connection has ended.
+    """
     parts = bytearray()
     while len(parts) < size:
+        connection.settimeout(_left(until))
         chunk = connection.recv(size - len(parts))
         if not chunk:
             raise ConnectionError("the other side has closed the connection")

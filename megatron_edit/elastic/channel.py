@@ -2,8 +2,9 @@
 
 A frame is 4 bytes of length, the payload, and 32 bytes of HMAC-SHA256 over the direction, the
 frame's number in the session, and the payload, under the session's key. Both sides derive that key
-from the token and a nonce of each, so a frame of another session, a repeated or left-out frame, or
-one sent back to its sender is not accepted. The payload is not encrypted.
+from the token, a nonce of each and what the session is for, so a frame of another session, a
+repeated or left-out frame, or one sent back to its sender is not accepted. The hub's nonce ends
+with the identifier of its run. The payload is not encrypted.
 """
 
 from __future__ import annotations
@@ -11,23 +12,45 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 LENGTH = struct.Struct(">I")
 MAC_BYTES = 32
 NONCE_BYTES = 32
+RUN_BYTES = 16
 MAX_PAYLOAD_BYTES = 1 << 20
-VERSION = b"megatron-edit-hub-1"
+VERSION = b"megatron-edit-hub-2"
+# What a session with a hub is for; `PEER`: with any other program.
+PEER, REPLICA, STORE, QUERY = b"peer", b"replica", b"store", b"query"
+HUB_ROLES = (REPLICA, STORE, QUERY)
+# Seconds without an answer of the other machine, before and between probes, and their number.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class ChannelError(Exception):
     """A frame that is malformed, too long, or not authentic: the connection must be closed."""
 
 
-def new_nonce() -> bytes:
-    """32 random bytes."""
-    return secrets.token_bytes(NONCE_BYTES)
+def new_nonce(run: bytes = b"") -> bytes:
+    """32 bytes: random ones, then the identifier of a hub's run."""
+    return secrets.token_bytes(NONCE_BYTES - len(run)) + run
+
+
+def run_of(hub_nonce: bytes) -> bytes:
+    """The identifier of the run that a hub's nonce names."""
+    return hub_nonce[-RUN_BYTES:]
+
+
+def configure_socket(connection: socket.socket) -> None:
+    """Send at once, and notice a machine that is gone although nothing is sent to it."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        with suppress(AttributeError, OSError):  # not on all systems
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def proof(token: bytes, role: bytes, hub_nonce: bytes, peer_nonce: bytes) -> bytes:
@@ -35,7 +58,8 @@ def proof(token: bytes, role: bytes, hub_nonce: bytes, peer_nonce: bytes) -> byt
 
     Args:
         token: the shared secret.
-        role: of the side that proves, `b"hub"` or `b"peer"`: a proof cannot be sent back.
+        role: of the side that proves, so that a proof cannot be sent back: `b"hub"`, or what the
+            other side wants.
         hub_nonce: 32 random bytes of the hub's.
         peer_nonce: 32 random bytes of the other side's.
     """
@@ -53,21 +77,33 @@ class FrameCodec:
     """Encodes and decodes the frames of one session, in order.
 
     Args:
-        key: of the session; see `session_key`.
+        key: of the session; see `session`.
         is_hub: whether this is the hub's side.
+        run: identifier of the hub's run.
     """
 
     key: bytes
     is_hub: bool
+    run: bytes = b""
     _sent: int = field(default=0, init=False)
     _received: int = field(default=0, init=False)
 
     @classmethod
     def session(
-        cls, token: bytes, hub_nonce: bytes, peer_nonce: bytes, *, is_hub: bool
-    ) -> FrameCodec:
-        """The codec of a session whose nonces have been exchanged."""
-        return cls(proof(token, b"session", hub_nonce, peer_nonce), is_hub)
+        cls, token: bytes, hub_nonce: bytes, peer_nonce: bytes, *, is_hub: bool,
+        role: bytes = PEER,
+    ) -> FrameCodec:  # fmt: skip
+        """The codec of a session whose nonces have been exchanged.
+
+        Args:
+            token: the shared secret.
+            hub_nonce: 32 random bytes of the hub's.
+            peer_nonce: 32 random bytes of the other side's.
+            is_hub: whether this is the hub's side.
+            role: what the session is for.
+        """
+        key = proof(token, b"session of " + role, hub_nonce, peer_nonce)
+        return cls(key, is_hub, run_of(hub_nonce))
 
     def encode(self, payload: bytes) -> bytes:
         """The next frame.

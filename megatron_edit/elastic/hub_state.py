@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
 from megatron_edit.elastic.journal import JournalEntry
-from megatron_edit.elastic.messages import Ready
+from megatron_edit.elastic.messages import Blocks, Ready
 
 NO_STATE = -1
+KEY_DIGITS = 32  # hexadecimal
 
 
 class LeaveReason(StrEnum):
@@ -48,8 +50,11 @@ class Member:
         is_arrived: whether it waits at the meeting of the current round.
         is_formed: whether it has formed the groups of the current epoch.
         is_late: whether it copies the state for too long: the others do not wait for it.
+        is_abandoning: whether it puts an exchange aside, and has not arrived again.
+        needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
         lost: who it could not exchange with, since the round began.
+        failures: exchanges of the round that were abandoned because it reported a failure first.
     """
 
     name: str
@@ -61,8 +66,11 @@ class Member:
     is_arrived: bool = False
     is_formed: bool = False
     is_late: bool = False
+    is_abandoning: bool = False
+    needs_all: bool = False
     ready: Ready | None = None
     lost: tuple[str, ...] = ()
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +86,17 @@ class HubState:
         members: of the epoch, in the order of the groups' ranks.
         round: commits so far.
         digest: of anchor and momentum after the last commit.
+        commit_epoch: epoch of the last commit.
         samples: committed so far.
+        holes: blocks that were dealt until the last commit, and that no replica has consumed.
+        known: keys of all states that training may start again from; see `state_key`.
         phase: see there.
         roster: all replicas, by name.
         is_epoch_used_up: whether the groups of the epoch may hold parts of an abandoned exchange.
         is_suspicious: whether an exchange has failed, and not begun again: who is not connected
             is taken for lost at once.
-        retries: failures in this round with all members alive.
+        retries: exchanges of this round that have failed with all members alive.
+        disagreements: attempts at this round in which the members' results differed.
         drifted: the replica whose result differed from the others' in the last attempt.
         is_stopping: whether the run ends after the next commit, on request.
         joins: replicas that have ever joined.
@@ -104,12 +116,16 @@ class HubState:
     members: tuple[str, ...] = ()
     round: int = 0
     digest: str = ""
+    commit_epoch: int = 0
     samples: int = 0
+    holes: Blocks = ()
+    known: tuple[str, ...] = ()
     phase: Phase = Phase.OPENING
     roster: tuple[Member, ...] = ()
     is_epoch_used_up: bool = False
     is_suspicious: bool = False
     retries: int = 0
+    disagreements: int = 0
     drifted: str = ""
     is_stopping: bool = False
     joins: int = 0
@@ -127,6 +143,17 @@ class HubState:
     def expected(self) -> tuple[Member, ...]:
         """Replicas that the meeting of the current round waits for, by name."""
         return tuple(each for each in self.roster if each.applied == self.round)
+
+    @property
+    def leader(self) -> str:
+        """The member of the epoch that has taken part for longest; empty before the first."""
+        members = [each for each in self.roster if each.name in self.members]
+        return min(members, key=lambda each: each.order).name if members else ""
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the run must not begin with fewer than all nominal replicas."""
+        return any(each.needs_all for each in self.roster)
 
     @property
     def is_frozen(self) -> bool:
@@ -165,25 +192,46 @@ class HubState:
         """The state that waits for replicas which start the run again, from a checkpoint."""
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
-            is_epoch_used_up=False, is_suspicious=False, retries=0, drifted="",
+            is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",
         )  # fmt: skip
+
+    def in_epoch(self, epoch: int, handles: Mapping[str, tuple[str, ...]]) -> HubState:
+        """The state after an epoch has been opened, with the handles of its members."""
+        roster = tuple(
+            replace(each, applied=self.round, handles=handles[each.name])
+            if each.name in handles
+            else each
+            for each in self.roster
+        )
+        members = tuple(handles)
+        return replace(self, epoch=epoch, members=members, phase=Phase.GATHER, roster=roster)
+
+    def is_known(self, count: int, digest: str) -> bool:
+        """Whether training may start again from this state: from the beginning, from a state that
+        was committed in any lineage, or from any state before the first epoch."""
+        begins = (count, digest) == (0, "") or self.epoch == 0
+        return begins or state_key(count, digest) in self.known
 
     def in_lineage(self, lineage: int, count: int, digest: str) -> HubState:
         """The state that goes on from a checkpoint: the commits after it are void."""
-        return replace(self, lineage=lineage, round=count, digest=digest)
+        known = (*self.known, state_key(count, digest))
+        return replace(self, lineage=lineage, round=count, digest=digest, holes=(), known=known)
 
-    def committed(self, count: int, digest: str, samples: int) -> HubState:
-        """The state after `count` commits."""
+    def committed(
+        self, count: int, digest: str, samples: int, holes: Blocks, epoch: int
+    ) -> HubState:
+        """The state after `count` commits, the last of them in an epoch."""
         roster = tuple(
             replace(
                 each, applied=count if each.name in self.members else each.applied,
-                is_arrived=False, ready=None, lost=(),
+                is_arrived=False, ready=None, lost=(), failures=0,
             )
             for each in self.roster
         )  # fmt: skip
         return replace(
-            self, round=count, digest=digest, samples=samples, roster=roster, retries=0,
-            drifted="", phase=Phase.GATHER,
+            self, round=count, digest=digest, samples=samples, holes=holes, roster=roster,
+            retries=0, disagreements=0, drifted="", phase=Phase.GATHER, commit_epoch=epoch,
+            known=(*self.known, state_key(count, digest)),
         )  # fmt: skip
 
     @property
@@ -192,7 +240,12 @@ class HubState:
         return {"lineage": self.lineage, "round": self.round, "digest": self.digest}
 
 
-def replay(entries: Sequence[JournalEntry], minimum: int) -> HubState:
+def state_key(count: int, digest: str) -> str:
+    """A short text for the state after `count` commits with this digest."""
+    return hashlib.sha256(f"{count} {digest}".encode()).hexdigest()[:KEY_DIGITS]
+
+
+def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
     """The state of a hub that is started on a journal, its term included.
 
     Nobody is connected, and whatever was under way between the replicas is not known any more:
@@ -220,19 +273,15 @@ def replay(entries: Sequence[JournalEntry], minimum: int) -> HubState:
             if state.is_vacant:
                 state = state.vacated()
         elif entry.event == "epoch":
-            members = tuple(has["members"])
-            handles = dict(zip(members, has["handles"], strict=True))
-            roster = tuple(
-                replace(m, applied=state.round, handles=tuple(handles[m.name]))
-                if m.name in members
-                else m
-                for m in state.roster
-            )
-            state = replace(
-                state, epoch=entry.epoch, members=members, phase=Phase.GATHER, roster=roster
-            )
+            handles = zip(has["members"], map(tuple, has["handles"]), strict=True)
+            state = state.in_epoch(entry.epoch, dict(handles))
         elif entry.event == "commit":
-            state = state.committed(has["round"] + 1, has["digest"], has["samples"])
+            holes = tuple((first, count) for first, count in has.get("holes", ()))
+            state = state.committed(
+                has["round"] + 1, has["digest"], has["samples"], holes, entry.epoch
+            )
+        elif entry.event == "stop":
+            state = replace(state, is_stopping=True)
         elif entry.event == "end":
             end = (has["reason"], has["exit_code"])
             state = replace(state, phase=Phase.ENDED, end=end)

@@ -4,7 +4,7 @@ One JSON object on each line of `journal.jsonl`, never rewritten:
 `{"seq", "time", "term", "epoch", "event", ..., "hash"}`. `hash` covers the line and the hash before
 it, so a line that was changed, lost or moved is found. Only the last line may be incomplete, after
 a crash in the middle of a write: it was not sent to any replica, and opening the journal cuts it
-off.
+off. A last line that was written, but perhaps not synced, is made durable before it is believed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_edit.elastic.channel import RUN_BYTES
 from megatron_edit.elastic.messages import to_json
 from megatron_edit.errors import EditError, UsageError
 
 FILE_NAME = "journal.jsonl"
 HASH_DIGITS = 32  # hexadecimal
 EMPTY_HASH = "0" * HASH_DIGITS
+READ_BYTES = 1 << 20
 OWN_FIELDS = ("seq", "time", "term", "epoch", "event", "hash")
 
 
@@ -43,7 +46,7 @@ class JournalEntry:
         time: seconds since 1970, on the hub's machine.
         term: how often a hub has been started on this journal, when the line was written.
         epoch: number of the membership that was valid, or that the line begins.
-        event: `open`, `join`, `leave`, `epoch`, `commit` or `end`.
+        event: `open`, `join`, `leave`, `epoch`, `commit`, `stop` or `end`.
         fields: what else the event has.
         hash: of the line and of all before it.
     """
@@ -100,22 +103,33 @@ class Journal:
     """An open journal. One process at a time has it.
 
     Args:
-        descriptor: of the file, open for reading and appending, and locked.
+        descriptor: of the file, open for reading and appending, locked, and durable.
         path: of the file.
-        entries: what it holds.
         clock: seconds since 1970.
 
     Attributes:
         path: see above.
-        entries: all lines, in order.
+        last: the last line; None where there is none.
+        last_commit: the last line of a commit.
+        run: identifier of the run, after its first line; empty before.
+
+    Raises:
+        UsageError: a line is damaged.
     """
 
-    def __init__(
-        self, descriptor: int, path: Path, entries: list[JournalEntry],
-        clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
-        self._descriptor, self.path, self.entries, self._clock = descriptor, path, entries, clock
-        self._size = os.fstat(descriptor).st_size
+    def __init__(self, descriptor: int, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._descriptor, self.path, self._clock = descriptor, path, clock
+        self.last: JournalEntry | None = None
+        self.last_commit: JournalEntry | None = None
+        self.run, self._is_broken = b"", False
+        size = 0
+        for line, entry in _parse(_lines(descriptor), path):
+            size += len(line)
+            self._note(entry)
+        if size < os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+        self._size = size
 
     @classmethod
     def open(cls, folder: Path, clock: Callable[[], float] = time.time) -> Self:
@@ -126,9 +140,9 @@ class Journal:
         """
         path = folder / FILE_NAME
         try:
+            new = [each for each in (folder, *folder.parents) if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _sync_folder(folder)
         except OSError as error:
             raise UsageError(
                 f"--state-dir {folder}", f"must be a writable folder ({error.strerror})",
@@ -136,16 +150,15 @@ class Journal:
             ) from None  # fmt: skip
         try:
             _lock(descriptor, folder)
-            entries = _read(descriptor, path)
+            _make_durable(descriptor, [folder, *(each.parent for each in new)])
+            return cls(descriptor, path, clock)
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(descriptor, path, entries, clock)
 
-    @property
-    def last(self) -> JournalEntry | None:
-        """The last line; None where there is none."""
-        return self.entries[-1] if self.entries else None
+    def entries(self) -> Iterator[JournalEntry]:
+        """All lines, in order, read from the file."""
+        return (entry for _, entry in _parse(_lines(self._descriptor), self.path))
 
     def append(self, term: int, epoch: int, event: str, **fields: Any) -> JournalEntry:
         """Write a line, and return when it is on the disk and was read back.
@@ -153,8 +166,10 @@ class Journal:
         Raises:
             JournalError: it may not be on the disk, or another process has written.
         """
+        if self._is_broken:
+            raise JournalError(f"{self.path}: an earlier line may not be on the disk")
         entry = JournalEntry.of(self.last, self._clock(), term, epoch, event, fields)
-        line = entry.line()
+        line, self._is_broken = entry.line(), True
         try:
             if os.fstat(self._descriptor).st_size != self._size:
                 raise JournalError(f"{self.path}: another process has written to it")
@@ -165,9 +180,16 @@ class Journal:
                 raise JournalError(f"{self.path}: a line reads otherwise than it was written")
         except OSError as error:
             raise JournalError(f"{self.path}: cannot be written ({error.strerror})") from error
-        self._size += len(line)
-        self.entries.append(entry)
+        self._size, self._is_broken = self._size + len(line), False
+        self._note(entry)
         return entry
+
+    def _note(self, entry: JournalEntry) -> None:
+        self.last = entry
+        if entry.event == "commit":
+            self.last_commit = entry
+        if not self.run:
+            self.run = bytes.fromhex(entry.hash)[:RUN_BYTES]
 
     def close(self) -> None:
         """Release the file."""
@@ -182,7 +204,8 @@ def read_journal(folder: Path) -> list[JournalEntry]:
     """
     path = folder / FILE_NAME
     try:
-        return _parse(path.read_bytes(), path)[0]
+        with path.open("rb") as file:
+            return [entry for _, entry in _parse(_lines(file.fileno()), path)]
     except OSError as error:
         raise UsageError(
             f"{path}", f"cannot be read ({error.strerror})", "name the hub's --state-dir"
@@ -203,24 +226,45 @@ def _lock(descriptor: int, folder: Path) -> None:
         ) from None  # fmt: skip
 
 
-def _read(descriptor: int, path: Path) -> list[JournalEntry]:
-    """All complete lines; what follows them is cut off."""
-    content = b""
-    while chunk := os.pread(descriptor, 1 << 20, len(content)):
-        content += chunk
-    entries, size = _parse(content, path)
-    if size < len(content):
-        os.ftruncate(descriptor, size)
+def _make_durable(descriptor: int, folders: list[Path]) -> None:
+    """Sync what a hub may have written without knowing whether it reached the disk.
+
+    After a failed sync the system may hold lines in memory that it does not write any more, so the
+    file is read from the disk again where the system allows it.
+
+    Raises:
+        UsageError: it cannot be synced.
+    """
+    try:
         os.fsync(descriptor)
-    return entries
+        for folder in folders:
+            _sync_folder(folder)
+    except OSError as error:
+        raise UsageError(
+            f"--state-dir {folders[0]}", f"cannot be synced ({error.strerror})",
+            "check the disk, or name another folder",
+        ) from None  # fmt: skip
+    with suppress(AttributeError, OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _parse(content: bytes, path: Path) -> tuple[list[JournalEntry], int]:
-    """All complete lines, and how many bytes they are."""
-    complete, _, _ = content.rpartition(b"\n")
-    entries: list[JournalEntry] = []
+def _lines(descriptor: int) -> Iterator[bytes]:
+    """All complete lines of a file, with their ends."""
+    rest, offset = b"", 0
+    while chunk := os.pread(descriptor, READ_BYTES, offset):
+        offset += len(chunk)
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+
+
+def _parse(lines: Iterator[bytes], path: Path) -> Iterator[tuple[bytes, JournalEntry]]:
+    """All lines, with what they say.
+
+    Raises:
+        UsageError: a line is damaged.
+    """
     last = EMPTY_HASH
-    for number, line in enumerate(complete.splitlines() if complete else (), 1):
+    for number, line in enumerate(lines, 1):
         try:
             entry = JournalEntry.parse(line)
             if entry.seq != number or entry.hash != entry.hash_after(last):
@@ -231,13 +275,12 @@ def _parse(content: bytes, path: Path) -> tuple[list[JournalEntry], int]:
                 "restore the file from a copy, or start the run from a checkpoint with an empty "
                 "--state-dir",
             ) from None  # fmt: skip
-        entries.append(entry)
         last = entry.hash
-    return entries, len(complete) + 1 if complete else 0
+        yield line, entry
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the file's entry in the folder durable."""
+    """Make the entries of a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 GONE_SECONDS = 3.0  # without a connection
 SILENT_SECONDS = 10.0  # with a connection, without a heartbeat
 MASS_SECONDS = 60.0  # where more than half of the replicas are silent: the fault is the hub's link
-LATE_TICK_SECONDS = (
-    2.0  # after such a pause of the hub itself, every replica gets the full time again
-)
+# After such a pause of the hub itself, every replica gets the full time again.
+LATE_TICK_SECONDS = 2.0
 PROGRESS_SECONDS = 60.0  # without progress, while others wait
 PROGRESS_STEPS = 10.0  # or so many of the replica's own steps
+RECENT_STEPS = 15  # whose median is the length of a step
+
+Progress = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -22,16 +26,23 @@ class Contact:
     Attributes:
         heard: when anything arrived.
         gone: when its connection ended; None while it has one.
-        progress: what its last heartbeat counted.
+        progress: what its last heartbeat counted: steps, evaluated batches, what was exchanged.
         progressed: when that changed.
-        step_seconds: length of its longest recent step.
+        stepped: when the number of steps changed.
+        steps: length of its recent steps, in seconds.
     """
 
     heard: float
     gone: float | None = None
-    progress: tuple[int, int] = (0, 0)
+    progress: Progress = (0, 0, 0)
     progressed: float = 0.0
-    step_seconds: float = 0.0
+    stepped: float = 0.0
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds that it may be without progress while others wait for it."""
+        return max(PROGRESS_SECONDS, PROGRESS_STEPS * (median(self.steps) if self.steps else 0.0))
 
 
 class Liveness:
@@ -43,17 +54,18 @@ class Liveness:
 
     def heard(self, name: str, now: float) -> None:
         """Note that a message, or a connection, of a replica has arrived."""
-        contact = self._contacts.setdefault(name, Contact(now, progressed=now))
+        contact = self._contact(name, now)
         contact.heard, contact.gone = now, None
 
-    def progressed(self, name: str, progress: tuple[int, int], now: float) -> None:
-        """Note the steps, and the evaluated batches, that a heartbeat counts."""
-        contact = self._contacts[name]
-        if progress != contact.progress:
-            steps = progress[0] - contact.progress[0]
-            if steps > 0:
-                contact.step_seconds = (now - contact.progressed) / steps
-            contact.progress, contact.progressed = progress, now
+    def progressed(self, name: str, progress: Progress, now: float) -> None:
+        """Note what a heartbeat counts."""
+        contact = self._contact(name, now)
+        if progress == contact.progress:
+            return
+        if (num_steps := progress[0] - contact.progress[0]) > 0:
+            contact.steps.append((now - contact.stepped) / num_steps)
+            contact.stepped = now
+        contact.progress, contact.progressed = progress, now
 
     def disconnected(self, name: str, now: float) -> None:
         """Note that the connection of a replica has ended."""
@@ -64,38 +76,47 @@ class Liveness:
         """Attempted steps that a replica has reported."""
         return self._contacts[name].progress[0] if name in self._contacts else 0
 
+    def seconds_since_heard(self, name: str, now: float) -> float:
+        """Seconds since anything of a replica has arrived; 0 for an unknown one."""
+        return now - self._contacts[name].heard if name in self._contacts else 0.0
+
+    def seconds_since_progress(self, name: str, now: float) -> float:
+        """Seconds since a replica has made progress; 0 for an unknown one."""
+        return now - self._contacts[name].progressed if name in self._contacts else 0.0
+
+    def is_stuck(self, name: str, waited: float, now: float) -> bool:
+        """Whether a replica has made no progress for too long, of the time that others waited."""
+        pause = min(waited, self.seconds_since_progress(name, now))
+        return pause > self._contact(name, now).longest_pause
+
     def forget(self, name: str) -> None:
         """Stop watching a replica."""
         self._contacts.pop(name, None)
 
-    def tick(self, now: float, names: Iterable[str], awaited: Iterable[str]) -> dict[str, str]:
-        """Replicas that are to be taken for lost, with the reason.
-
-        Args:
-            now: seconds; called several times a second.
-            names: of all replicas.
-            awaited: of those that others wait for at the meeting.
-        """
+    def is_late_tick(self, now: float) -> bool:
+        """Whether the hub itself has stood still since the last call; all times begin again then.
+        Called several times a second."""
         last, self._last_tick = self._last_tick, now
+        if last is None or now - last <= LATE_TICK_SECONDS:
+            return False
+        for contact in self._contacts.values():
+            contact.heard = contact.progressed = contact.stepped = now
+            contact.gone = None if contact.gone is None else now
+        return True
+
+    def silent(self, names: Iterable[str], now: float) -> list[str]:
+        """Those replicas that are to be taken for lost."""
         names = list(names)
-        if last is not None and now - last > LATE_TICK_SECONDS:
-            for contact in self._contacts.values():  # the hub itself has stood still
-                contact.heard = contact.progressed = now
-                contact.gone = None if contact.gone is None else now
-            return {}
         for name in names:
-            self._contacts.setdefault(name, Contact(now, gone=now, progressed=now))
+            if name not in self._contacts:  # known from the journal only
+                self._contact(name, now).gone = now
         silent = [name for name in names if self._silence(name, now) > 0]
         if 2 * len(silent) > len(names):
             silent = [n for n in silent if self._silence(n, now) > MASS_SECONDS - SILENT_SECONDS]
-        lost = dict.fromkeys(silent, "lost")
-        for name in awaited:
-            contact = self._contacts[name]
-            if name not in lost:
-                limit = max(PROGRESS_SECONDS, PROGRESS_STEPS * contact.step_seconds)
-                if now - contact.progressed > limit:
-                    lost[name] = "evicted"
-        return lost
+        return silent
+
+    def _contact(self, name: str, now: float) -> Contact:
+        return self._contacts.setdefault(name, Contact(now, progressed=now, stepped=now))
 
     def _silence(self, name: str, now: float) -> float:
         """Seconds beyond the limit; not positive within it."""

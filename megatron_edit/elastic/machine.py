@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_edit.elastic.hub_state import (
@@ -25,9 +25,22 @@ from megatron_edit.elastic.hub_state import (
     Member,
     Phase,
 )
+from megatron_edit.elastic.inputs import (
+    Disconnected,
+    EpochOverdue,
+    Input,
+    Late,
+    Lost,
+    OpeningOverdue,
+    Output,
+    Record,
+    Send,
+    Stop,
+)
 from megatron_edit.elastic.messages import (
     Abandon,
     Arrive,
+    Blocks,
     Commit,
     End,
     Failed,
@@ -46,51 +59,19 @@ from megatron_edit.elastic.messages import (
 )
 
 MAX_RETRIES = 2  # of an exchange that fails although all replicas are alive
+MAX_DISAGREEMENTS = 8  # of the results of one round
+FENCED_BECAUSE = {
+    LeaveReason.LOST: "the hub has not heard of this replica for too long",
+    LeaveReason.EVICTED: "it made no progress, or the others could not exchange with it",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Write a line of the journal, and go on only when it is durable."""
-
-    event: str
-    epoch: int
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to a replica; dropped where it is not connected."""
-
-    name: str
-    message: FromHub
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """A replica's connection has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A replica is taken for lost: it was silent for too long."""
-
-    reason: str = LeaveReason.LOST
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A replica copies the state for too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Somebody asks that the run ends after the next commit."""
-
-
-Output = Record | Send
-Input = (
-    Hello | Arrive | Formed | Ready | Failed | Healed | Leave | Disconnected | Lost | Late | Stop
-)
+def name_in_use(name: str) -> Refused:
+    """The answer to a replica whose name another one has."""
+    return Refused(
+        f"replica {name}", "another replica of this name takes part",
+        "give each replica a name of its own",
+    )  # fmt: skip
 
 
 def step(state: HubState, name: str, given: Input) -> tuple[HubState, tuple[Output, ...]]:
@@ -98,7 +79,7 @@ def step(state: HubState, name: str, given: Input) -> tuple[HubState, tuple[Outp
 
     Args:
         state: before it.
-        name: of the replica that it is about; empty for `Stop`.
+        name: of the replica that it is about; empty where it is about all.
         given: the input. A message of a replica that is not in the roster is `Hello`, or ignored.
     """
     under_way = _Step(state)
@@ -114,16 +95,26 @@ class _Step:
         self.outputs: list[Output] = []
 
     def take(self, name: str, given: Input) -> None:
-        if isinstance(given, Stop):
-            self.state = replace(self.state, is_stopping=True)
-            self._gather()
-            return
-        if isinstance(given, Hello):
-            self._hello(given)
-            return
-        member = self.state.member(name)
-        if member is None:
-            return
+        match given:
+            case Disconnected() if self.state.phase is Phase.ENDED:
+                if (member := self.state.member(name)) is not None:
+                    self._set(replace(member, is_connected=False))
+            case Hello():
+                self._hello(given)
+            case _ if self.state.phase is Phase.ENDED:
+                pass
+            case Stop():
+                self._stop()
+            case OpeningOverdue():
+                self._open_if_complete(is_overdue=True)
+            case EpochOverdue():
+                self._epoch_overdue(given.epoch)
+            case _:
+                if (member := self.state.member(name)) is not None:
+                    self._take_of(member, given)
+
+    def _take_of(self, member: Member, given: Input) -> None:
+        """Take an input about a replica in the roster."""
         match given:
             case Arrive():
                 self._arrive(member, given)
@@ -140,7 +131,8 @@ class _Step:
             case Healed():
                 self._healed(member, given)
             case Leave():
-                self._remove(member, given.reason)
+                is_regular = given.reason in (LeaveReason.FINISHED, LeaveReason.SIGNAL)
+                self._remove(member, given.reason if is_regular else LeaveReason.LOST)
             case Lost():
                 self._remove(member, given.reason)
             case Late():
@@ -160,10 +152,7 @@ class _Step:
         elif known is not None and known.incarnation == hello.incarnation:
             self._reconnect(known, hello)
         elif known is not None and known.is_connected:
-            self._send(hello.name, Refused(
-                f"another replica of the name {hello.name} takes part",
-                "give each replica a name of its own",
-            ))  # fmt: skip
+            self._send(hello.name, name_in_use(hello.name))
         elif not hello.is_fresh:
             self._send(hello.name, Fenced("the others went on without this replica"))
         else:
@@ -178,36 +167,48 @@ class _Step:
         state = self.state
         if state.nominal and hello.nominal != state.nominal:
             return Refused(
-                f"--edit-nominal-replicas {hello.nominal}: the run has {state.nominal}",
+                f"--edit-nominal-replicas {hello.nominal}", f"the run has {state.nominal}",
                 "give all replicas the same number",
-            )
+            )  # fmt: skip
         if hello.minimum != state.minimum:
             return Refused(
-                f"--edit-min-replicas {hello.minimum}: the hub has {state.minimum}",
+                f"--edit-min-replicas {hello.minimum}", f"the hub has {state.minimum}",
                 "give hub and replicas the same number",
-            )
+            )  # fmt: skip
         if state.layout and hello.layout != state.layout:
             return Refused(
-                "model, layout or settings differ from the other replicas'",
+                f"replica {hello.name}", "its model or settings differ from the other replicas'",
                 "give all replicas the same flags",
-            )
+            )  # fmt: skip
+        return self._state_refusal(hello)
+
+    def _state_refusal(self, hello: Hello) -> Refused | None:
+        """Whether what the replica holds contradicts the journal, or the other replicas."""
+        state, replica = self.state, f"replica {hello.name}"
         is_founder = hello.is_fresh and state.phase is Phase.OPENING
-        if is_founder and state.roster and hello.applied != state.round:
+        if is_founder and not state.roster:
+            return None if state.is_known(hello.applied, hello.digest) else Refused(
+                f"{replica}, which begins after {hello.applied} commits",
+                "the hub's journal has no commit with its anchor and momentum",
+                "load a checkpoint of this run, or start the hub with an empty --state-dir",
+            )  # fmt: skip
+        if is_founder and hello.applied != state.round:
             return Refused(
-                f"this replica begins after {hello.applied} commits, others after {state.round}",
-                "start all replicas from the same checkpoint",
-            )
-        if hello.applied > state.round and not (is_founder and state.epoch == 0):
+                f"{replica}, which begins after {hello.applied} commits",
+                f"others begin after {state.round}", "start all replicas from the same checkpoint",
+            )  # fmt: skip
+        if hello.applied > state.round:
             return Refused(
-                f"this replica has {hello.applied} commits, the hub's journal {state.round}",
+                f"{replica}, which has {hello.applied} commits",
+                f"the hub's journal has {state.round}",
                 "start the hub with the --state-dir of this run",
-            )
-        is_equal_needed = not hello.is_fresh or (is_founder and bool(state.roster))
+            )  # fmt: skip
+        is_equal_needed = not hello.is_fresh or is_founder
         if is_equal_needed and hello.applied == state.round and hello.digest != state.digest:
             return Refused(
-                "this replica's anchor and momentum are not those of the hub's journal",
+                replica, "its anchor and momentum are not those of the hub's journal",
                 "start the hub with the --state-dir of this run",
-            )
+            )  # fmt: skip
         return None
 
     def _join(self, hello: Hello) -> None:
@@ -226,22 +227,31 @@ class _Step:
         self.state = replace(
             self.state, joins=state.joins + 1, layout=hello.layout, nominal=hello.nominal
         )
-        self._set(Member(hello.name, hello.incarnation, hello.handles, applied, state.joins))
+        self._set(Member(
+            hello.name, hello.incarnation, hello.handles, applied, state.joins,
+            needs_all=hello.needs_all,
+        ))  # fmt: skip
         self._send(hello.name, Welcome(state.term, state.round, is_joiner=not is_founder))
         if not is_founder:
             self._heal(hello.name)
         else:
             self._open_if_complete()
 
-    def _open_if_complete(self) -> None:
-        """Begin the run where all replicas that it begins with are there."""
-        roster = self.state.roster
-        if len(roster) == self.state.nominal and all(each.is_connected for each in roster):
+    def _open_if_complete(self, *, is_overdue: bool = False) -> None:
+        """Begin the run where all replicas that it begins with are there, or enough of them and
+        the time to wait for the others is over."""
+        state = self.state
+        needed = state.minimum if is_overdue and not state.needs_all else state.nominal
+        is_connected = bool(state.roster) and all(each.is_connected for each in state.roster)
+        if state.phase is Phase.OPENING and is_connected and len(state.roster) >= needed:
             self._open_epoch()
 
     def _reconnect(self, member: Member, hello: Hello) -> None:
         """A member is back, with what it holds; what it may have missed is sent again."""
-        member = replace(member, is_connected=True, handles=member.handles or hello.handles)
+        member = replace(
+            member, is_connected=True, handles=member.handles or hello.handles,
+            needs_all=hello.needs_all,
+        )  # fmt: skip
         self._set(member)
         state = self.state
         is_joiner = member.applied != state.round
@@ -249,7 +259,7 @@ class _Step:
         if is_joiner:
             self._heal(member.name)
         elif hello.applied < state.round:
-            self._send(member.name, Commit(state.round - 1))
+            self._send(member.name, Commit(state.commit_epoch, state.round - 1, state.digest))
         elif state.phase is Phase.OPENING:
             self._open_if_complete()
         elif state.phase is Phase.FORM and member.name in state.members:
@@ -259,15 +269,26 @@ class _Step:
             if member.ready is None:
                 self._send(member.name, Go(state.epoch, state.round, state.is_last))
         elif state.phase is Phase.GATHER and hello.is_busy:
+            self._set(replace(member, is_abandoning=True))
             self._send(member.name, Abandon(hello.epoch))
-        elif hello.epoch < state.epoch == state.first_epoch:
-            self._send(member.name, self._form_message())
+        elif hello.epoch < state.epoch == state.first_epoch and member.name in state.members:
+            if all(state.member(name) is not None for name in state.members):
+                self._send(member.name, self._form_message())
+            else:  # the groups that it would begin with cannot be formed any more
+                self._remove(member, LeaveReason.EVICTED)
+                return
         if not is_joiner:
-            for each in self.state.copying:
-                self._heal(each.name)
+            self._heal_all()
+
+    def _heal_all(self) -> None:
+        for each in self.state.copying:
+            self._heal(each.name)
 
     def _heal(self, name: str) -> None:
+        """Name the replicas to copy from. Before the first commit there is nothing to copy."""
         state = self.state
+        if state.is_frozen:
+            return
         donors = tuple(
             handle for each in state.expected if each.is_connected for handle in each.handles
         )
@@ -276,13 +297,20 @@ class _Step:
 
     def _healed(self, member: Member, healed: Healed) -> None:
         state = self.state
-        if member.applied == state.round:
+        if member.applied == state.round or state.is_frozen:
             return
         if healed.round != state.round or healed.digest != state.digest:
             self._heal(member.name)  # it has copied what was committed before
             return
         self._set(replace(member, applied=state.round, is_late=False))
         self._gather()
+
+    # ---- on request
+
+    def _stop(self) -> None:
+        if not self.state.is_stopping:
+            self._record("stop")
+            self.state = replace(self.state, is_stopping=True)
 
     # ---- replicas go
 
@@ -296,11 +324,14 @@ class _Step:
         """A replica does not take part any more; where it is replaced, another has its name."""
         state, name = self.state, member.name
         if name in state.members and state.is_frozen and reason != LeaveReason.FINISHED:
-            self._end(f"{name} was {reason} before the first commit", 4)
+            if reason == LeaveReason.SIGNAL:
+                self._end(f"{name} was asked to end before the first commit", 0)
+            else:
+                self._end(f"{name} was {reason} before the first commit", 4)
             return
         self._record("leave", name=name, reason=reason)
-        if not is_replaced:
-            self._send(name, Fenced(f"the hub has taken it for {reason}"))
+        if not is_replaced and reason in FENCED_BECAUSE:
+            self._send(name, Fenced(FENCED_BECAUSE[LeaveReason(reason)]))
         self.state = self.state.without(name)
         if reason == LeaveReason.FINISHED:
             self.state = replace(self.state, is_finished=True)
@@ -326,34 +357,65 @@ class _Step:
         state = self.state
         if failed.epoch != state.epoch or member.name not in state.members:
             return
-        self._set(replace(member, lost=tuple(sorted({*member.lost, *failed.lost}))))
-        if state.is_frozen:
+        is_under_way = state.phase in (Phase.FORM, Phase.EXCHANGE)
+        member = replace(
+            member, lost=tuple(sorted({*member.lost, *failed.lost})),
+            failures=member.failures + is_under_way,
+        )  # fmt: skip
+        self._set(member)
+        if is_under_way or state.is_frozen:
+            self._retry()
+        else:  # another has reported it already, or the hub was started again
+            self._set(replace(member, is_abandoning=True))
+            self._send(member.name, Abandon(state.epoch))
+
+    def _epoch_overdue(self, epoch: int) -> None:
+        """Those that have not formed the groups go, where others have; otherwise try again."""
+        state = self.state
+        members = [each for each in state.roster if each.name in state.members]
+        if epoch != state.epoch or state.phase not in (Phase.FORM, Phase.EXCHANGE):
+            return
+        if state.phase is Phase.FORM and any(each.is_formed for each in members):
+            for each in members:
+                if not each.is_formed and self.state.phase is not Phase.ENDED:
+                    self._remove(each, LeaveReason.EVICTED)
+        elif not any(each.ready for each in members):
+            self._retry()
+
+    def _retry(self) -> None:
+        """Abandon an exchange that has failed, without those that are not connected any more; if
+        all are, and it has failed too often, without one of them."""
+        if self.state.is_frozen:
             self._end("the replicas cannot reach each other", 4)
             return
-        if state.phase not in (Phase.FORM, Phase.EXCHANGE):  # a hub that was started again
-            self._send(member.name, Abandon(state.epoch))
-            return
-        self.state = replace(self.state, retries=state.retries + 1)
+        self.state = replace(self.state, retries=self.state.retries + 1)
         self._abandon()
         gone = [each for each in self.state.roster if not each.is_connected]
         for each in gone:
             self._remove(each, LeaveReason.LOST)
         if not gone and self.state.retries > MAX_RETRIES:
-            self._evict_by_complaints()
+            self._evict_one()
 
-    def _evict_by_complaints(self) -> None:
-        """The replica that most others could not exchange with goes; of several the newest."""
-        names = Counter(name for each in self.state.roster for name in each.lost)
-        blamed = [m for m in self.state.roster if names[m.name] == max(names.values(), default=0)]
-        if blamed and names:
-            self.state = replace(self.state, retries=0)
-            self._remove(max(blamed, key=lambda each: each.order), LeaveReason.EVICTED)
+    def _evict_one(self) -> None:
+        """Take out the member that most others could not exchange with; if no failure has named
+        a member, the one that has reported most failures. Of several the newest."""
+        state = self.state
+        members = [each for each in state.roster if each.name in state.members]
+        named = Counter(name for each in members for name in each.lost if name != each.name)
+        is_named = any(named[each.name] for each in members)
+        worst = max(
+            members, key=lambda m: (named[m.name] if is_named else m.failures, m.order)
+        )  # fmt: skip
+        self.state = replace(state, retries=0)
+        self._remove(worst, LeaveReason.EVICTED)
 
     # ---- a round
 
     def _arrive(self, member: Member, arrive: Arrive) -> None:
         if arrive.round == self.state.round == member.applied:
-            self._set(replace(member, is_arrived=True, handles=arrive.handles))
+            self._set(replace(
+                member, is_arrived=True, is_abandoning=False, handles=arrive.handles
+            ))  # fmt: skip
             self._gather()
 
     def _gather(self) -> None:
@@ -374,21 +436,20 @@ class _Step:
 
     def _open_epoch(self) -> None:
         members = tuple(each.name for each in self.state.expected)
-        epoch = self.state.epoch + 1
         handles = [list(each.handles) for each in self.state.expected]
-        self._record("epoch", epoch, members=list(members), handles=handles)
         roster = tuple(replace(each, is_formed=False) for each in self.state.roster)
         self.state = replace(
-            self.state, epoch=epoch, members=members, phase=Phase.FORM, roster=roster,
-            is_epoch_used_up=False,
+            self.state, epoch=self.state.epoch + 1, members=members, phase=Phase.FORM,
+            roster=roster, is_epoch_used_up=False,
         )  # fmt: skip
+        self._record("epoch", members=list(members), handles=handles, leader=self.state.leader)
         self._tell_members(self._form_message())
 
     def _form_message(self) -> FormEpoch:
         state = self.state
         members = [each for each in state.roster if each.name in state.members]
         handles = tuple(each.handles for each in members)
-        return FormEpoch(state.term, state.epoch, state.members, handles)
+        return FormEpoch(state.term, state.epoch, state.members, handles, state.leader)
 
     def _form_or_go(self) -> None:
         members = [each for each in self.state.roster if each.name in self.state.members]
@@ -397,6 +458,7 @@ class _Step:
                 self._go()
             else:  # the first epoch: the replicas begin to train
                 self.state = replace(self.state, phase=Phase.GATHER)
+                self._heal_all()
                 self._gather()
 
     def _go(self) -> None:
@@ -424,20 +486,22 @@ class _Step:
                             (m.ready.plan, m.ready.digests) != best], count)  # fmt: skip
             return
         result, digest = results[0], results[0].digest
-        blocks = {name: [list(run) for run in runs] for name, runs in result.blocks}
+        blocks = {name: _lists(runs) for name, runs in result.blocks}
         self._record(
             "commit", round=state.round, members=list(state.members), blocks=blocks,
-            samples=result.samples, digest=digest,
+            samples=result.samples, digest=digest, holes=_lists(result.holes),
         )  # fmt: skip
-        self.state = self.state.committed(state.round + 1, digest, result.samples)
-        self._tell_members(Commit(state.round))
-        for each in self.state.copying:
-            self._heal(each.name)
+        self.state = self.state.committed(
+            state.round + 1, digest, result.samples, result.holes, state.epoch
+        )
+        self._tell_members(Commit(state.epoch, state.round, digest))
+        self._heal_all()
 
     def _disagree(self, differing: Sequence[str], agreeing: int) -> None:
-        """Nothing is applied. One that differs twice in a row goes; without a majority all end."""
-        state = self.state
-        if len(differing) > 1 or agreeing < 2:
+        """Nothing is applied. One that differs twice in a row goes; without a majority, or where
+        one and then another differs again and again, all end."""
+        self.state = state = replace(self.state, disagreements=self.state.disagreements + 1)
+        if len(differing) > 1 or agreeing < 2 or state.disagreements > MAX_DISAGREEMENTS:
             self._end("the replicas' results differ", 3)
             return
         (name,) = differing
@@ -452,7 +516,8 @@ class _Step:
 
     def _end(self, reason: str, exit_code: int) -> None:
         """End the run, without a save."""
-        self._record("end", reason=reason, exit_code=exit_code)
+        holes = _lists(self.state.holes)
+        self._record("end", reason=reason, exit_code=exit_code, holes=holes)
         self.state = replace(self.state, phase=Phase.ENDED, end=(reason, exit_code))
         for each in self.state.roster:
             self._send(each.name, End(reason, exit_code))
@@ -461,7 +526,7 @@ class _Step:
         """Let all members put the exchange aside, and wait for them to arrive again."""
         state = self.state
         roster = tuple(
-            replace(each, is_arrived=False, is_formed=False, ready=None)
+            replace(each, is_arrived=False, is_formed=False, is_abandoning=True, ready=None)
             if each.name in state.members
             else each
             for each in state.roster
@@ -476,12 +541,18 @@ class _Step:
     def _set(self, member: Member) -> None:
         self.state = self.state.with_member(member)
 
-    def _record(self, event: str, epoch: int | None = None, **fields: Any) -> None:
-        self.outputs.append(Record(event, self.state.epoch if epoch is None else epoch, fields))
+    def _record(self, event: str, **fields: Any) -> None:
+        self.outputs.append(Record(event, self.state.epoch, fields))
 
     def _send(self, name: str, message: FromHub) -> None:
         self.outputs.append(Send(name, message))
 
     def _tell_members(self, message: FromHub) -> None:
-        for name in self.state.members:
-            self._send(name, message)
+        for each in self.state.roster:
+            if each.name in self.state.members:
+                self._send(each.name, message)
+
+
+def _lists(runs: Blocks) -> list[list[int]]:
+    """Runs of blocks as the journal has them."""
+    return [list(run) for run in runs]

@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_edit.constants import COMPACT_JSON
+from megatron_edit.constants import COMPACT_JSON, REPLICA_NAME, REPLICA_NAME_RULE
 
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-NAME_RULE = "1 to 64 letters, digits, dots, underscores and hyphens"
+NAME = re.compile(REPLICA_NAME)
+
+MAX_CHARACTERS = 1 << 16  # of a text: a digest has some characters for each unit
+MAX_ITEMS = 100_000  # of a list
+INTEGER_BITS = 63
 
 Blocks = tuple[tuple[int, int], ...]  # runs of blocks: the first, and how many
 
@@ -43,6 +46,7 @@ class Hello:
         digest: of that state; empty before the first commit.
         epoch: whose groups it has, or forms; 0: none yet.
         is_busy: whether it forms these groups, exchanges over them, or waits for the decision.
+        needs_all: whether a synchronous warm-up is ahead, which all nominal replicas must begin.
     """
 
     name: str
@@ -56,19 +60,22 @@ class Hello:
     digest: str = ""
     epoch: int = 0
     is_busy: bool = False
+    needs_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AliveMessage:
-    """All is well.
+    """The replica's process runs. The hub answers with `Heard`.
 
     Attributes:
         step: attempted steps.
         batches: evaluated batches, which count as progress, too.
+        exchanged: bytes or units that have arrived in exchanges, which count as well.
     """
 
     step: int
     batches: int = 0
+    exchanged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ class Ready:
         samples: committed by all replicas after this round.
         blocks: consumed in this round by each replica.
         is_over: whether no block is left after this round.
+        holes: blocks that were dealt until this round, and that no replica has consumed.
     """
 
     epoch: int
@@ -112,6 +120,7 @@ class Ready:
     samples: int
     blocks: tuple[tuple[str, Blocks], ...]
     is_over: bool = False
+    holes: Blocks = ()
 
     @property
     def digest(self) -> str:
@@ -179,10 +188,12 @@ class Refused:
     """The replica cannot take part: exit code 2.
 
     Attributes:
+        value: what the replica has, as in `UsageError`.
         rule: that it breaks.
         remedy: what to do about it.
     """
 
+    value: str
     rule: str
     remedy: str
 
@@ -203,12 +214,14 @@ class FormEpoch:
         epoch: its number.
         members: names, in the order of the groups' ranks.
         handles: of each member, its ranks' addresses.
+        leader: the member that has taken part for longest.
     """
 
     term: int
     epoch: int
     members: tuple[str, ...]
     handles: tuple[tuple[str, ...], ...]
+    leader: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +244,14 @@ class Commit:
     """The round is decided: apply it.
 
     Attributes:
+        epoch: over whose groups it was exchanged.
         round: commits before it.
+        digest: of anchor and momentum after it; see `Ready.digest`.
     """
 
+    epoch: int
     round: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +293,11 @@ class End:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The answer to `AliveMessage`: the hub's process runs, too."""
+
+
 # ---- of the store
 
 
@@ -312,7 +334,7 @@ class StoreReply:
 
 
 FromReplica = Hello | AliveMessage | Arrive | Formed | Ready | Failed | Healed | Leave
-FromHub = Welcome | Refused | Fenced | FormEpoch | Go | Commit | Abandon | Heal | End
+FromHub = Welcome | Refused | Fenced | FormEpoch | Go | Commit | Abandon | Heal | End | Heard
 KINDS: dict[str, type] = {
     each.__name__: each
     for each in (*get_args(FromReplica), *get_args(FromHub), StoreRequest, StoreReply)
@@ -337,7 +359,7 @@ def decode(payload: bytes, kinds: Any) -> Any:
         kinds: `FromReplica`, `FromHub` or one class: what may arrive here.
 
     Raises:
-        MessageError: not such a message, or a field of another type.
+        MessageError: not such a message, or a field that is too long or of another type.
     """
     try:
         record = json.loads(payload)
@@ -355,7 +377,7 @@ def decode(payload: bytes, kinds: Any) -> Any:
         raise MessageError(f"{name}: other fields than it has")
     values = {key: _checked(value, hints[key], f"{name}.{key}") for key, value in record.items()}
     if name == "Hello" and not NAME.fullmatch(values["name"]):
-        raise MessageError(f"a replica's name has {NAME_RULE}")
+        raise MessageError(f"a replica's name has {REPLICA_NAME_RULE}")
     return kind(**values)
 
 
@@ -369,9 +391,15 @@ def _checked(value: Any, kind: Any, place: str) -> Any:
     if get_origin(kind) is not tuple:
         if type(value) is not kind:
             raise MessageError(f"{place}: not of type {kind.__name__}")
+        if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+            raise MessageError(f"{place}: more than {MAX_CHARACTERS} characters")
+        if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+            raise MessageError(f"{place}: more than {INTEGER_BITS} bits")
         return value
     if not isinstance(value, list):
         raise MessageError(f"{place}: not a list")
+    if len(value) > MAX_ITEMS:
+        raise MessageError(f"{place}: more than {MAX_ITEMS} items")
     types_inside = get_args(kind)
     if types_inside[-1] is Ellipsis:
         types_inside = (types_inside[0],) * len(value)

@@ -30,6 +30,7 @@ from megatron_edit.elastic.messages import (
     Refused,
     Welcome,
 )
+from megatron_edit.errors import FencedError, UsageError, to_one_line
 
 
 class Task(Enum):
@@ -135,7 +136,8 @@ class Quit:
 
 
 Report = Connected | RoundDue | GroupsFormed | Exchanged | ExchangeFailed | StateCopied | Quit
-Order = FormEpoch | Go | Commit | Abandon | Heal | Fenced | Refused | End
+LastOrder = Fenced | Refused | End  # nothing follows it
+Order = FormEpoch | Go | Commit | Abandon | Heal | LastOrder
 ACTIVE = (Task.FORM, Task.STAND, Task.EXCHANGE, Task.READY)
 BUSY = (*ACTIVE, Task.FAILED)
 
@@ -161,11 +163,12 @@ def report(state: ReplicaState, given: Report) -> Outcome:
         case Connected():
             hello = replace(
                 state.hello, applied=state.applied, digest=state.digest, epoch=state.epoch,
-                is_fresh=not state.has_begun, is_busy=state.task in BUSY and state.has_begun,
+                is_fresh=not state.has_begun and state.epoch == 0,
+                is_busy=state.task in BUSY and state.has_begun,
             )  # fmt: skip
             return Outcome(state, (hello, *_outstanding(state)))
         case RoundDue(handles) if state.task in (Task.TRAIN, Task.ABANDON):
-            waiting = replace(state, task=Task.WAIT, handles=handles)
+            waiting = replace(state, task=Task.WAIT, handles=handles, has_begun=True)
             return Outcome(waiting, (Arrive(state.applied, handles),))
         case GroupsFormed(epoch) if (state.task, state.epoch) == (Task.FORM, epoch):
             task = Task.STAND if state.has_begun else Task.TRAIN
@@ -182,8 +185,22 @@ def report(state: ReplicaState, given: Report) -> Outcome:
     return Outcome(state)
 
 
+def exit_of(order: LastOrder) -> tuple[int, str]:
+    """Exit code of a rank that ends by an order, and the reason in one line."""
+    match order:
+        case Fenced(reason):
+            text = f"{reason}; start this replica again: it joins the others"
+            return FencedError.exit_code, to_one_line(text)
+        case Refused(value, rule, remedy):
+            return UsageError.exit_code, str(UsageError(value, rule, remedy))
+        case End(reason, exit_code):
+            return exit_code, to_one_line(f"the run has ended: {reason}")
+
+
 def receive(state: ReplicaState, message: FromHub) -> Outcome:
     """What follows from a message of the hub. What has been done already is not done again."""
+    if state.task is Task.ENDED:
+        return Outcome(state)
     match message:
         case Welcome(is_joiner=True) if not state.has_begun:
             return Outcome(
@@ -201,11 +218,8 @@ def receive(state: ReplicaState, message: FromHub) -> Outcome:
             (epoch, count) == (state.epoch, state.applied)
         ):
             return Outcome(replace(state, task=Task.EXCHANGE), orders=(message,))
-        case Commit(count) if state.ready is not None and count == state.applied:
-            applied = replace(
-                state, task=Task.TRAIN, applied=count + 1, digest=state.ready.digest, ready=None
-            )
-            return Outcome(applied, orders=(message,))
+        case Commit() if message.round >= state.applied:
+            return _committed(state, message)
         case Abandon(epoch) if state.task in BUSY and epoch == state.epoch:
             return Outcome(replace(state, task=Task.ABANDON, ready=None), orders=(message,))
         case Heal(count, digest):
@@ -215,6 +229,19 @@ def receive(state: ReplicaState, message: FromHub) -> Outcome:
         case Fenced() | Refused() | End():
             return Outcome(replace(state, task=Task.ENDED), orders=(message,))
     return Outcome(state)
+
+
+def _committed(state: ReplicaState, commit: Commit) -> Outcome:
+    """The ranks apply the result that the hub has committed, and no other."""
+    ready = state.ready
+    decided = (commit.epoch, commit.round, commit.digest)
+    if ready is None or (ready.epoch, ready.round, ready.digest) != decided:
+        end = End(f"round {commit.round} was committed with a result that is not this replica's", 4)
+        return Outcome(replace(state, task=Task.ENDED), orders=(end,))
+    applied = replace(
+        state, task=Task.TRAIN, applied=commit.round + 1, digest=commit.digest, ready=None
+    )
+    return Outcome(applied, orders=(commit,))
 
 
 def _outstanding(state: ReplicaState) -> tuple[FromReplica, ...]:

@@ -5,41 +5,40 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_edit.elastic.channel import (
+    HUB_ROLES,
     LENGTH,
     MAC_BYTES,
     MAX_PAYLOAD_BYTES,
     NONCE_BYTES,
+    QUERY,
+    STORE,
     ChannelError,
     FrameCodec,
+    configure_socket,
     is_proof,
     new_nonce,
     proof,
 )
-from megatron_edit.elastic.hub_state import HubState, Phase, replay
-from megatron_edit.elastic.journal import Journal, JournalEntry
-from megatron_edit.elastic.liveness import Liveness
-from megatron_edit.elastic.machine import (
-    Disconnected,
-    Input,
-    Late,
-    Lost,
-    Record,
-    Send,
-    Stop,
-    step,
-)
+from megatron_edit.elastic.deadlines import Deadlines
+from megatron_edit.elastic.hub_state import HubState, Member, Phase, replay
+from megatron_edit.elastic.inputs import Disconnected, Input, Record, Send, Stop
+from megatron_edit.elastic.journal import Journal
+from megatron_edit.elastic.liveness import GONE_SECONDS, Liveness
+from megatron_edit.elastic.machine import name_in_use, step
 from megatron_edit.elastic.messages import (
     AliveMessage,
     End,
     Fenced,
     FromReplica,
+    Heard,
     Hello,
+    Leave,
     MessageError,
     Refused,
     StoreRequest,
@@ -51,10 +50,11 @@ from megatron_edit.elastic.store import StoreTable
 HANDSHAKE_SECONDS = 5.0
 FRAME_SECONDS = 10.0  # from the first byte of a frame to its last
 TICK_SECONDS = 0.25
-COPY_SECONDS = 60.0  # longest wait of a meeting for replicas that copy the state
-MAX_STRANGERS = 64  # connections that have not proved the token yet
+NAME_SECONDS = 0.1  # between two looks at whether a replica of the same name is silent
+MAX_STRANGERS = 64  # connections in the handshake at once; others wait for their turn
 MAX_BACKLOG_BYTES = 8 << 20  # unread by a replica: it does not read any more
 QUERIES = (b"status", b"stop")
+NOT_SHOWN = ("blocks", "handles", "holes")  # long fields of the journal
 
 
 @dataclass(slots=True)
@@ -93,17 +93,21 @@ class Hub:
     clock: Callable[[], float] = time.monotonic
     _connections: dict[str, Connection] = field(default_factory=dict, init=False)
     _liveness: Liveness = field(default_factory=Liveness, init=False)
-    _copies_since: float | None = field(default=None, init=False)
-    _num_strangers: int = field(default=0, init=False)
+    _deadlines: Deadlines = field(init=False)
+    _places: asyncio.Semaphore = field(init=False)
     _store: StoreTable = field(default_factory=StoreTable, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _done: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
+    def __post_init__(self) -> None:
+        self._deadlines = Deadlines(self._liveness)
+        self._places = asyncio.Semaphore(MAX_STRANGERS)
+
     @classmethod
     def start(cls, journal: Journal, minimum: int, token: bytes, **more: Any) -> Hub:
         """A hub that goes on where the journal ends."""
-        state = replay(journal.entries, minimum)
+        state = replay(journal.entries(), minimum)
         journal.append(state.term, state.epoch, "open", **state.open_fields)
         return cls(journal, state, token, **more)
 
@@ -139,19 +143,32 @@ class Hub:
 
     def status(self) -> dict[str, Any]:
         """What `megatron-edit hub status --json` prints."""
-        state = self.state
+        state, now = self.state, self.clock()
         return {
             "term": state.term, "epoch": state.epoch, "round": state.round,
             "phase": state.phase.value, "samples": state.samples, "digest": state.digest,
+            "leader": state.leader, "epoch_members": list(state.members),
+            "stopping": state.is_stopping,
             "members": [
                 {
-                    "name": each.name, "state": _state_of(state, each.name),
+                    "name": each.name, "state": _state_of(state, each),
                     "connected": each.is_connected, "step": self._liveness.step_of(each.name),
+                    "seconds_since_progress": round(
+                        self._liveness.seconds_since_progress(each.name, now), 1
+                    ),
                 }
                 for each in state.roster
             ],
-            "last_commit": _last_commit(self.journal.entries),
+            "last_commit": self._last_commit(),
         }  # fmt: skip
+
+    def _last_commit(self) -> dict[str, Any] | None:
+        """The newest `commit` of the journal, without its blocks."""
+        commit = self.journal.last_commit
+        if commit is None:
+            return None
+        kept = {k: v for k, v in commit.fields.items() if k not in NOT_SHOWN}
+        return {"seq": commit.seq, "time": commit.time, "epoch": commit.epoch} | kept
 
     # ---- inputs
 
@@ -167,14 +184,20 @@ class Hub:
                 else:
                     self._send(output)
         except BaseException as error:
-            self._failure = error
-            self._done.set()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the hub: what it has said is in the journal, and nothing else is said."""
+        self._failure = error
+        self._done.set()
 
     def _record(self, record: Record) -> None:
         self.journal.append(self.state.term, record.epoch, record.event, **record.fields)
         if record.event == "leave":
             self._liveness.forget(record.fields["name"])
-        shown = {k: v for k, v in record.fields.items() if k not in ("blocks", "handles")}
+        elif record.event == "epoch":
+            self._store.forget()  # what was set for groups of earlier epochs
+        shown = {k: v for k, v in record.fields.items() if k not in NOT_SHOWN}
         with suppress(OSError):  # a full disk, or a closed pipe: the journal is what counts
             self.say(f"hub: {record.event} {json.dumps(shown)}")
 
@@ -189,27 +212,13 @@ class Hub:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            if self.state.phase is Phase.ENDED:
-                continue
-            state = self.state
-            is_awaited = any(each.is_arrived for each in state.roster)
-            awaited = [m.name for m in state.expected if is_awaited and not m.is_arrived]
-            names = [each.name for each in state.roster]
-            for name, reason in self._liveness.tick(self.clock(), names, awaited).items():
-                self._take(name, Lost(reason))
-            self._give_up_slow_copies()
-
-    def _give_up_slow_copies(self) -> None:
-        """Go on without joiners for whose copy all others have waited long enough."""
-        state, now = self.state, self.clock()
-        is_waiting = bool(state.copying) and all(each.is_arrived for each in state.expected)
-        if not is_waiting or not state.expected:
-            self._copies_since = None
-        elif self._copies_since is None:
-            self._copies_since = now
-        elif now - self._copies_since > COPY_SECONDS:
-            for each in state.copying:
-                self._take(each.name, Late())
+            try:
+                inputs = self._deadlines.tick(self.state, self.clock())
+            except Exception as error:  # without deadlines the replicas could wait without end
+                self._fail(error)
+                return
+            for name, given in inputs:
+                self._take(name, given)
 
     # ---- connections
 
@@ -218,25 +227,24 @@ class Hub:
         assert task is not None, "a connection outside of a task"
         self._tasks.add(task)
         try:
-            if self._num_strangers >= MAX_STRANGERS:
-                return
-            self._num_strangers += 1
+            configure_socket(writer.get_extra_info("socket"))
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                await self._places.acquire()
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    codec = await self._handshake(reader, writer)
+                    role, codec = await self._handshake(reader, writer)
                     first = codec.decode(await _frame(reader))
             finally:
-                self._num_strangers -= 1
-            if first in QUERIES:
+                self._places.release()
+            if role == QUERY:
                 writer.write(codec.encode(self._answer(first)))
                 await writer.drain()
-                return
-            message = decode(first, Hello | StoreRequest)
-            if isinstance(message, StoreRequest):
-                await self._serve_store(reader, Connection(writer, codec), message)
+            elif role == STORE:
+                request = decode(first, StoreRequest)
+                await self._serve_store(reader, Connection(writer, codec), request)
             else:
-                connection = Connection(writer, codec)
-                await self._serve_replica(reader, connection, message)
+                hello, connection = decode(first, Hello), Connection(writer, codec)
+                await self._serve_replica(reader, connection, hello)
         except (ChannelError, MessageError, OSError, EOFError, TimeoutError):
             pass  # a peer that keeps to no protocol, or is gone: only its connection ends
         except asyncio.CancelledError:
@@ -257,17 +265,21 @@ class Hub:
 
     async def _handshake(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> FrameCodec:
-        own = new_nonce()
+    ) -> tuple[bytes, FrameCodec]:
+        """Prove the token both ways; what the other side wants, and the session's codec."""
+        own = new_nonce(self.journal.run)
         writer.write(own)
         answer = await reader.readexactly(NONCE_BYTES + MAC_BYTES)
         nonce, given = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not is_proof(given, proof(self.token, b"peer", own, nonce)):
+        roles = [r for r in HUB_ROLES if is_proof(given, proof(self.token, r, own, nonce))]
+        if not roles:
             raise ChannelError("a wrong token")
         writer.write(proof(self.token, b"hub", own, nonce))
-        return FrameCodec.session(self.token, own, nonce, is_hub=True)
+        return roles[0], FrameCodec.session(self.token, own, nonce, is_hub=True, role=roles[0])
 
     def _answer(self, query: bytes) -> bytes:
+        if query not in QUERIES:
+            raise MessageError("no question that a hub answers")
         if query == b"stop":
             self._take("", Stop())
         return json.dumps(self.status()).encode()
@@ -288,12 +300,8 @@ class Hub:
             old = self._connections.pop(hello.name, None)
             if old is not None:  # the peer has noticed the end of the connection first
                 old.writer.transport.abort()
-        elif hello.name in self._connections:
-            refused = Refused(
-                f"another replica of the name {hello.name} takes part",
-                "give each replica a name of its own",
-            )
-            connection.send(encode(refused))
+        elif not await self._is_name_free(hello.name):
+            connection.send(encode(name_in_use(hello.name)))
             return
         connection.name = hello.name
         self._connections[hello.name] = connection
@@ -305,32 +313,39 @@ class Hub:
                 return  # replaced, or refused, while it was awaited
             self._liveness.heard(hello.name, self.clock())
             if isinstance(message, AliveMessage):
-                progress = (message.step, message.batches)
+                progress = (message.step, message.batches, message.exchanged)
                 self._liveness.progressed(hello.name, progress, self.clock())
+                connection.send(encode(Heard()))
             elif isinstance(message, Hello):
                 raise MessageError("a second Hello")
             else:
                 self._take(hello.name, message)
+                if isinstance(message, Leave):
+                    return
+
+    async def _is_name_free(self, name: str) -> bool:
+        """Wait until it is clear whether another process of this name takes part: one that is
+        silent, as after the loss of its machine, is replaced by its new incarnation."""
+        began = self.clock()
+        while (old := self._connections.get(name)) is not None:
+            now = self.clock()
+            if self._liveness.seconds_since_heard(name, now) < now - began:
+                return False
+            if now - began > GONE_SECONDS:
+                self._disconnected(old)
+                old.writer.transport.abort()
+            else:
+                await asyncio.sleep(NAME_SECONDS)
+        return True
 
 
-def _state_of(state: HubState, name: str) -> str:
+def _state_of(state: HubState, member: Member) -> str:
     """What `hub status` calls what a replica does."""
-    member = state.member(name)
-    assert member is not None, "a replica that is not in the roster"
     if member.is_late:
         return "late"
     if state.phase is not Phase.OPENING and member.applied != state.round:
         return "joining"
     return "waiting" if member.is_arrived else "training"
-
-
-def _last_commit(entries: Sequence[JournalEntry]) -> dict[str, Any] | None:
-    """The newest `commit` of a journal, without its blocks."""
-    commit = next((each for each in reversed(entries) if each.event == "commit"), None)
-    if commit is None:
-        return None
-    kept = {key: value for key, value in commit.fields.items() if key != "blocks"}
-    return {"seq": commit.seq, "time": commit.time, "epoch": commit.epoch} | kept
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:

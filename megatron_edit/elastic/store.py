@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_edit.elastic.agent import CONNECT_SECONDS, HubAddress, open_session, read_frame
-from megatron_edit.elastic.channel import ChannelError, FrameCodec
+from megatron_edit.elastic.channel import STORE, ChannelError, FrameCodec
 from megatron_edit.elastic.messages import MessageError, StoreReply, StoreRequest, decode, encode
 
 MAX_KEYS = 100_000
 MAX_KEY_CHARACTERS = 256
 MAX_VALUE_BYTES = 4096
+MAX_TOTAL_BYTES = 64 << 20
+MAX_WAIT_SECONDS = 3600.0
+_Session = tuple[socket.socket, FrameCodec]
 SET, GET, WAIT, COMPARE_SET = "set", "get", "wait", "compare_set"
 
 
@@ -24,6 +27,7 @@ class StoreTable:
     """The hub's side: the values, and those who wait for one."""
 
     _values: dict[str, bytes] = field(default_factory=dict)
+    _num_bytes: int = 0
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def answer(self, request: StoreRequest) -> StoreReply:
@@ -36,6 +40,8 @@ class StoreTable:
         if not keys or any(len(key) > MAX_KEY_CHARACTERS for key in keys):
             raise MessageError("a request without a key, or with one that is too long")
         key, value = keys[0], _bytes(request.value)
+        if not 0.0 <= request.seconds <= MAX_WAIT_SECONDS:  # nor is NaN in between
+            raise MessageError(f"a wait that is not of 0 to {MAX_WAIT_SECONDS:g} s")
         if request.operation == WAIT:
             return await self._wait(keys, request.seconds)
         if request.operation == SET:
@@ -52,16 +58,20 @@ class StoreTable:
         found = self._values.get(key)
         return StoreReply(found is not None, _text(found or b""))
 
-    def forget(self, prefix: str) -> None:
-        """Drop all values whose keys begin with a prefix."""
-        for key in [each for each in self._values if each.startswith(prefix)]:
-            del self._values[key]
+    def forget(self) -> None:
+        """Drop all values."""
+        self._values.clear()
+        self._num_bytes = 0
 
     async def _set(self, key: str, value: bytes) -> None:
-        if len(value) > MAX_VALUE_BYTES or len(self._values) >= MAX_KEYS:
+        old = self._values.get(key)
+        num_bytes = self._num_bytes + len(value) - len(old or b"")
+        num_bytes += len(key) if old is None else 0
+        is_full = old is None and len(self._values) >= MAX_KEYS
+        if len(value) > MAX_VALUE_BYTES or is_full or num_bytes > MAX_TOTAL_BYTES:
             raise MessageError("a value that is too long, or one too many")
+        self._values[key], self._num_bytes = value, num_bytes
         async with self._changed:
-            self._values[key] = value
             self._changed.notify_all()
 
     async def _wait(self, keys: Sequence[str], seconds: float) -> StoreReply:
@@ -77,7 +87,10 @@ class StoreTable:
 
 
 class StoreClient:
-    """A rank's side. Calls block the host; several threads may share it.
+    """A rank's side. Calls block the host. Several threads may share it: each request has a
+    connection for itself, so that none waits for another one's `wait`.
+
+    The hub drops all values whenever it opens an epoch.
 
     Args:
         address: of the hub.
@@ -86,7 +99,7 @@ class StoreClient:
     def __init__(self, address: HubAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._session: tuple[socket.socket, FrameCodec] | None = None
+        self._idle: list[_Session] = []  # connections that no request uses
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value.
@@ -117,42 +130,51 @@ class StoreClient:
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until all keys are set; whether they are.
 
+        Args:
+            keys: to wait for.
+            seconds: longest wait, at most an hour.
+
         Raises:
+            ValueError: `seconds` is negative, too large or not a number.
             OSError: the hub cannot be reached.
         """
+        if not 0.0 <= seconds <= MAX_WAIT_SECONDS:
+            raise ValueError(f"cannot wait for {seconds} s; at most {MAX_WAIT_SECONDS:g} s")
         return self._ask(StoreRequest(WAIT, tuple(keys), seconds=float(seconds))).is_found
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connections that no request uses."""
         with self._lock:
-            self._drop()
+            idle, self._idle = self._idle, []
+        for connection, _ in idle:
+            connection.close()
 
     def _ask(self, request: StoreRequest) -> StoreReply:
-        """One request and its reply. All operations may be repeated, so a lost connection is made
-        again once."""
+        """One request and its reply. All operations may be repeated, so a request whose connection
+        is lost is made again once, over a new one."""
         with self._lock:
-            for is_last in (False, True):
-                try:
-                    return self._try_to_ask(request)
-                except (OSError, ChannelError, MessageError) as error:
-                    self._drop()
-                    if is_last:
-                        raise OSError(f"the hub's store cannot be used: {error}") from error
-        raise AssertionError("unreachable")
+            idle = self._idle.pop() if self._idle else None
+        try:
+            return self._ask_over(idle, request)
+        except (OSError, ChannelError, MessageError):
+            pass
+        try:
+            return self._ask_over(None, request)
+        except (OSError, ChannelError, MessageError) as error:
+            raise OSError(f"the hub's store cannot be used: {error}") from error
 
-    def _try_to_ask(self, request: StoreRequest) -> StoreReply:
-        if self._session is None:
-            self._session = open_session(self._address, CONNECT_SECONDS)
-        connection, codec = self._session
-        connection.settimeout(request.seconds + CONNECT_SECONDS)
-        connection.sendall(codec.encode(encode(request)))
-        reply: StoreReply = decode(codec.decode(read_frame(connection)), StoreReply)
+    def _ask_over(self, session: _Session | None, request: StoreRequest) -> StoreReply:
+        connection, codec = session or open_session(self._address, CONNECT_SECONDS, STORE)
+        try:
+            connection.settimeout(request.seconds + CONNECT_SECONDS)
+            connection.sendall(codec.encode(encode(request)))
+            reply: StoreReply = decode(codec.decode(read_frame(connection)), StoreReply)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append((connection, codec))
         return reply
-
-    def _drop(self) -> None:
-        if self._session is not None:
-            self._session[0].close()
-            self._session = None
 
 
 def _text(value: bytes) -> str:

@@ -26,9 +26,11 @@ from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
-from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, SyncPlan, SyncRules, plan_round
+from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, plan_round
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
-from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values, size_of_record
+from megatron_edit.engine.rounds.elastic import ElasticParts, ElasticRounds
+from megatron_edit.engine.rounds.meeting import Meetings, size_of_record
+from megatron_edit.engine.rounds.outcomes import Outcomes
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
     average_gradients,
@@ -47,7 +49,6 @@ from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
 from megatron_edit.engine.sync.syncs import Sync
-from megatron_edit.engine.units import Selection
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import RoundStart
@@ -63,12 +64,14 @@ class EditEngine:
         world: this process's placement among the replicas, and the store that all share.
         reporter: receives reports and messages.
         clock: of the inner phase; tests pass one with a simulated time.
+        elastic: of a run with a hub; else None.
 
     Attributes:
         settings, host, groups: see above.
         clock: see above. The host pauses it while it evaluates or saves.
         state: run-long state, except for anchor and momentum.
         syncs: the syncs that are under way, with anchor and momentum.
+        elastic: meetings of a run with a hub; else None.
         status: read-only state of training.
     """
 
@@ -80,10 +83,12 @@ class EditEngine:
         world: ReplicaWorld,
         reporter: Reporter,
         clock: PhaseClock | None = None,
+        elastic: ElasticParts | None = None,
     ) -> None:
         self.settings, self.host, self.groups, self.reporter = settings, host, groups, reporter
         self.clock = clock or PhaseClock()
-        self.state = state = RunState.fresh(settings, groups, len(host.plan.names), self.clock)
+        membership, units = None if elastic is None else elastic.membership, len(host.plan.names)
+        self.state = state = RunState.fresh(settings, groups, units, self.clock, membership)
         self._board = StopBoard.open(
             world, groups.control, groups.meeting, groups.sync, lambda: state.launch_steps
         )
@@ -95,7 +100,11 @@ class EditEngine:
             host, groups, self._board, state, settings.timed is None, has_digests,
             poll_exchanges=self.syncs.poll_if_busy,
         )  # fmt: skip
-        self._trigger = create_trigger(settings, host, groups.sync.rank, state)
+        self._trigger = create_trigger(settings, host, state)
+        self._outcomes = Outcomes(settings, host, state, reporter, self._trigger, membership)
+        self.elastic = None if elastic is None else ElasticRounds(
+            settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes
+        )  # fmt: skip
         self.syncs.begin_thread(self._with_context)
         self._stream = SyncStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
@@ -129,9 +138,11 @@ class EditEngine:
         Returns:
             Whether training goes on: no replica stops at the meeting.
         """
-        if self.state.is_waiting:
+        if self.state.is_waiting or (self.elastic is not None and self.elastic.is_joining):
             self.state.is_waiting = False
             with self._context():
+                if self.elastic is not None:
+                    self.elastic.join()
                 self._meet(self._trigger.next_meeting())
                 if self.status.is_final_phase:
                     # The other replicas report the loss of the step that this one made.
@@ -151,7 +162,10 @@ class EditEngine:
         self.state.is_stopping = True
         with self._context():
             self.syncs.land_all()
-            self.state.note_meeting(self._meetings.exchange_records(is_stopping=True))
+            if self.elastic is not None:
+                self.elastic.leave("signal")
+            else:
+                self.state.note_meeting(self._meetings.exchange_records(is_stopping=True))
 
     def finish(self) -> None:
         """Land and report the remaining syncs and losses.
@@ -161,13 +175,14 @@ class EditEngine:
         state = self.state
         with self._context():
             self.syncs.land_all()
-            if not state.has_replica_stopped:
+            if not state.has_replica_stopped and not self._is_alone:
                 # Not stored as `state.records`: a save after the end of training needs the records
                 # of the last meeting during training.
                 records = self._meetings.exchange_records()
                 state.has_replica_stopped = any(record.is_stopping for record in records)
                 if not state.has_replica_stopped:
-                    state.losses.report(records, self.reporter)
+                    samples = sum(record.samples for record in records)
+                    state.losses.report(records, self.reporter, samples)
             self.syncs.finish_exchanges()
         # All replicas are at the end and none is ahead, so nothing is suppressed any more.
         state.suppressed_until_step = 0
@@ -233,6 +248,7 @@ class EditEngine:
         state.step += 1
         state.launch_steps += 1
         with self._context():
+            self._report_progress()
             is_requesting = is_local and self._should_request_meeting() and meeting is None
             for sync in landing:
                 syncs.begin_landing(sync)
@@ -269,19 +285,20 @@ class EditEngine:
             Whether all replicas take part: none stops here.
         """
         state = self.state
-        if not state.is_stopping:
+        if not state.is_stopping and not self._is_alone:
             with self._context("the meeting before an evaluation or an end"):
                 self.syncs.land_all()
                 state.is_stopping = not state.note_meeting(self._meetings.exchange_records())
         return not state.is_stopping
 
     def gather_evaluation(self, values: Tensor) -> Tensor:
-        """[N, ...]: the evaluation results of all replicas, however late they arrive.
+        """[N, ...]: the evaluation results of all replicas, however late they arrive; with a hub,
+        in local training, those of this one, as all replicas evaluate the same.
 
         Collective: the sync group.
         """
         with self._context("the end of an evaluation"):
-            return self._meetings.gather(values)
+            return values.unsqueeze(0) if self._is_alone else self._meetings.gather(values)
 
     def gather_step(self, values: Tensor) -> Tensor:
         """[N, ...]: values of a warm-up step from all replicas.
@@ -317,15 +334,11 @@ class EditEngine:
     def count_evaluation_batch(self) -> None:
         """Count an evaluated batch as progress in the heartbeat."""
         self._board.heartbeat.batches += 1
+        self._report_progress()
 
     def is_true_on_any_rank(self, value: bool) -> bool:
-        """Whether a value is true on any rank of the replica; the same result on all of them.
-
-        Collective: the ranks of the replica.
-        """
-        count = torch.tensor([int(value)])
-        self.groups.control.all_reduce(count)
-        return int(count) > 0
+        """Whether a value is true on any rank of the replica. Collective: these ranks."""
+        return self.groups.control.is_true_on_any_rank(value)
 
     # ---- checkpoints
 
@@ -388,6 +401,8 @@ class EditEngine:
             detectors=detectors.for_replicas(self.groups.sync.size),
             length=saved.rounds.length or self._round_length(saved.replica.step),
         )
+        if self.elastic is not None:
+            rounds = self.elastic.begins_with(rounds)
         self.state.load_state_dict(replace(saved, rounds=rounds))
         self.syncs.begin(outer)
         self.syncs.load_state_dict(saved.pending)
@@ -415,6 +430,8 @@ class EditEngine:
     def _begin_local_training(self) -> None:
         if (message := self.host.set_local_training(True)) is not None:
             self.reporter.on_message(message)
+        if self.elastic is not None:
+            self.elastic.begin()
 
     def _end_warmup_if_due(self) -> None:
         """End the warm-up after step W, or where the final phase follows. Not in that phase."""
@@ -459,7 +476,8 @@ class EditEngine:
         while self._meet_once(last) and (self._trigger.has_empty_round or self._must_equalize):
             last = self._trigger.next_meeting()
         is_stopped = self.state.has_replica_stopped
-        self.state.is_stopping = self.state.is_waiting = is_stopped
+        is_ending = self.elastic is not None and self.elastic.is_ending
+        self.state.is_stopping, self.state.is_waiting = is_stopped or is_ending, is_stopped
         if meeting.ends_rounds and not is_stopped:
             self._end_rounds()
         self.state.begin_phase()
@@ -467,6 +485,9 @@ class EditEngine:
     def _meet_once(self, meeting: MeetingPlan) -> bool:
         """Run one meeting, and a sync if the plan has one; return whether it has."""
         state, syncs = self.state, self.syncs
+        if self.elastic is not None:
+            self.elastic.meet(meeting)
+            return not self.elastic.is_ending
         before = syncs.of_units(meeting.selection)
         takes_addends_first = self.settings.landing.at_next_meeting
         if not takes_addends_first:
@@ -474,12 +495,15 @@ class EditEngine:
         began = time.monotonic()
         plan, waited = self._plan_round(meeting)
         if plan.outcome is not MeetingOutcome.SYNC:
-            state.apply(plan, self.reporter)
+            state.apply(plan, self.reporter, plan.samples)
             return False
         is_blocking = plan.landing.is_immediate and not self._lands_in_forward
         if not is_blocking:
-            self._commit(plan)
-        sync_plan, checks = self._sync_plan(plan, meeting.selection), self.settings.checks_commit
+            self._outcomes.commit(plan)
+        sync_plan, checks = (
+            self._outcomes.sync_plan(plan, meeting.selection),
+            self.settings.checks_commit,
+        )
         sync = syncs.prepare(sync_plan, began, waited, checks_commit=is_blocking and checks)
         if takes_addends_first:
             self._land(before)
@@ -493,7 +517,7 @@ class EditEngine:
             if checks:
                 syncs.check_commit(sync, plan)
             syncs.land_all()
-            self._commit(plan)
+            self._outcomes.commit(plan)
         elif plan.landing.is_immediate:
             self._land_unless_in_forward()
         return True
@@ -513,45 +537,20 @@ class EditEngine:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
         return plan, waited
 
-    def _sync_plan(self, plan: RoundPlan, selection: Selection) -> SyncPlan:
-        settings, landing, step = self.settings, plan.landing, self.state.step
-        assert plan.decision is not None, "a plan without a sync"
-        return SyncPlan(
-            round=plan.after.count,
-            step=step,
-            due=None if landing.at_next_meeting else step + landing.delay,
-            selection=selection,
-            decision=plan.decision,
-            rules=SyncRules(settings.outer, settings.max_norm, landing, plan.inner_lr),
-            inner_steps=tuple(record.inner_steps for record in plan.records),
-            samples=tuple(record.samples for record in plan.records),
-            moments=plan.moments,
-            is_checked=settings.checks_drift_after(plan.after.count),
-        )
-
-    def _commit(self, plan: RoundPlan) -> None:
-        """Begin the next round: update the state shared by all replicas, the host's schedule and
-        counters, and the buffers that no optimizer owns."""
-        assert plan.decision is not None, "a plan without a sync"
-        self.state.apply(plan, self.reporter)
-        if plan.is_assigned:
-            self.host.end_round(
-                plan.samples,
-                is_over=self._trigger.is_over,
-                next_meeting_without_step=plan.next_meeting_without_step,
-            )
-        elif plan.after.assignment is None:
-            behind = plan.schedule_position - self.host.progress().schedule_position
-            if behind:  # this replica skipped steps: catch up with the others' learning rate
-                self.host.advance_schedule(behind)
-        if rows := [record.buffers for record in plan.records if record.buffers]:
-            accepted = ~plan.decision.verdict.anomalous
-            average_shared_values(self.host, rows, accepted, plan.units)
-
     @property
     def _lands_in_forward(self) -> bool:
         """Whether the next forward pass will land the units of a sync that lands now."""
         return self.settings.overlap and self.host.lands_in_forward
+
+    def _report_progress(self) -> None:
+        """Tell the hub of progress, and raise if it has ended this replica's part."""
+        if self.elastic is not None:
+            self.elastic.report_progress(self._board.heartbeat.batches)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this replica acts without the others: in an elastic run, between two syncs."""
+        return self.elastic is not None and not self.status.is_warmup
 
     @property
     def _must_equalize(self) -> bool:

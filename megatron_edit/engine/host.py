@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -108,6 +108,10 @@ class Host(Protocol):
     def reset_moments(self) -> None:
         """Reset the inner optimizers to their state before the first step."""
 
+    def create_moments(self) -> None:
+        """Create the moments of the inner optimizers, as their first step does. The parameters
+        change, and are to be set afterwards."""
+
     def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
         """Copy a moment of the inner optimizer for a complete shard.
 
@@ -152,11 +156,29 @@ class Host(Protocol):
             is_over: whether all samples have been consumed already.
         """
 
-    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
+    def samples_of(self, blocks: int) -> int:
+        """Samples that all replicas have consumed once so many blocks are consumed."""
+
+    def common_state(self) -> dict[str, Any]:
+        """State of the host that is equal on all replicas and no tensor, as JSON values."""
+
+    def join_local(self, blocks: int, common: Mapping[str, Any], *, is_over: bool) -> None:
+        """Begin local training as a replica that joins others.
+
+        Args:
+            blocks: consumed by all replicas so far.
+            common: `common_state` of another replica.
+            is_over: see `begin_local`.
+        """
+
+    def end_round(
+        self, samples: int, *, num_replicas: int, is_over: bool, next_meeting_without_step: bool
+    ) -> None:
         """Equalize counters and schedules after a round of replicas at their own speeds.
 
         Args:
             samples: consumed by all replicas so far.
+            num_replicas: that share the blocks of the next round.
             is_over: whether these are all; no further step may be made.
             next_meeting_without_step: whether some replica goes on to the next meeting without a
                 step. No joint action of all replicas may come in between.
@@ -176,6 +198,8 @@ class SyncReport:
         update_norm: float64 [U], norms of the weighted averages, before the clip.
         inner_steps: of the round, by replica.
         samples: consumed so far, by replica.
+        samples_of_all: consumed so far, also by replicas that do not take part any more.
+        members, epoch: names of the replicas, and number of their epoch, in an elastic run.
         wire_bytes: payload sent by the ranks of one replica.
         state_bytes: size of the outer state on all ranks of one replica.
         seconds: wait, exchange, outer, exposed, total, as this rank measured them.
@@ -194,6 +218,9 @@ class SyncReport:
     state_bytes: int
     seconds: Mapping[str, float]
     digest: int | None
+    samples_of_all: int = 0
+    members: Sequence[str] = ()
+    epoch: int | None = None
 
 
 class Reporter(Protocol):
@@ -273,17 +300,20 @@ class EngineGroups:
 
 @dataclass(frozen=True)
 class TimedRounds:
-    """Rounds that end by the clock (A-EDiT).
+    """Rounds in which blocks of samples are assigned: they end by the clock (A-EDiT), or after a
+    number of steps.
 
     Attributes:
         length: seconds between two meetings: tau_time / F.
         min_steps: steps of all replicas since the last meeting below which a round goes on.
         target: blocks of samples to consume, one per step of a replica.
+        steps: tau, of each replica between two meetings; None: the clock decides.
     """
 
     length: float
     min_steps: float
     target: int
+    steps: int | None
 
 
 @dataclass(frozen=True)
@@ -326,7 +356,14 @@ class EngineSettings:
     def round_rules(self) -> RoundRules:
         """The settings that plans of rounds follow."""
         min_steps = 0.0 if self.timed is None else self.timed.min_steps
-        return RoundRules(self.penalty, self.landing, self.schedule, min_steps, self.moments)
+        return RoundRules(
+            self.penalty,
+            self.landing,
+            self.schedule,
+            min_steps,
+            has_final_round=self.timed is None or self.timed.steps is None,
+            moments=self.moments,
+        )
 
     @property
     def num_phases(self) -> int:

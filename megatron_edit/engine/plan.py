@@ -173,8 +173,10 @@ class SyncPlan:
         rules: how anchor and parameters take the averages.
         inner_steps: of the round, by replica.
         samples: consumed so far, by replica.
+        samples_of_all: consumed so far, also by replicas that do not take part any more.
         moments: of the inner optimizer that are averaged, too.
         is_checked: whether drift is checked after it.
+        members, epoch: names of the replicas, and number of their epoch, in an elastic run.
     """
 
     round: int
@@ -185,8 +187,11 @@ class SyncPlan:
     rules: SyncRules
     inner_steps: tuple[int, ...]
     samples: tuple[int, ...]
+    samples_of_all: int = 0
     moments: MomentRule = NO_MOMENTS
     is_checked: bool = False
+    members: tuple[str, ...] = ()
+    epoch: int | None = None
 
 
 class MeetingOutcome(Enum):
@@ -206,6 +211,8 @@ class RoundRules:
         landing: when and how parameters take the result of a sync.
         schedule: gives the length of rounds that are counted in steps.
         min_steps: steps of all replicas below which a round that ends by the clock goes on.
+        has_final_round: whether the last blocks are assigned by quota, so that the clock does not
+            end their round.
         moments: which moments of the inner optimizer are averaged, and at which syncs.
     """
 
@@ -213,6 +220,7 @@ class RoundRules:
     landing: LandingRule
     schedule: Schedule
     min_steps: float = 0.0
+    has_final_round: bool = True
     moments: MomentSchedule = NEVER
 
 
@@ -233,6 +241,9 @@ class RoundState:
             reached it before a checkpoint.
         first_loss: F_0, mean loss of the first round over the replicas; None before the first
             meeting, and where no loss is known.
+        members: names of the replicas, in the order of the rows of all tables.
+        assigned_to: names of the replicas of `assignment`, in its order: others may meet after a
+            round than those that began it.
     """
 
     count: int
@@ -244,15 +255,64 @@ class RoundState:
     assignment: BlockAssignment | None = None
     resumes_at_meeting: bool = False
     first_loss: float | None = None
+    members: tuple[str, ...] = ()
+    assigned_to: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbered = tuple(map(str, range(len(self.unit_steps))))
+        for name in ("members", "assigned_to"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.members or numbered)
 
     @classmethod
     def fresh(
-        cls, num_replicas: int, num_units: int, assignment: BlockAssignment | None
+        cls,
+        num_replicas: int,
+        num_units: int,
+        assignment: BlockAssignment | None,
+        members: tuple[str, ...] = (),
     ) -> RoundState:
-        """The state before the first round."""
+        """The state before the first round; without names the replicas are numbered."""
         steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
-        detectors = DetectorState.fresh(num_replicas, num_units)
-        return cls(0, detectors, steps, LossHistory.fresh(num_replicas), assignment=assignment)
+        detectors, losses = (
+            DetectorState.fresh(num_replicas, num_units),
+            LossHistory.fresh(num_replicas),
+        )
+        return cls(0, detectors, steps, losses, assignment=assignment, members=members)
+
+    def for_members(self, members: tuple[str, ...]) -> RoundState:
+        """The state with rows for these replicas, known by name; those of new ones are fresh. The
+        assignment of the round is unchanged."""
+        if members == self.members:
+            return self
+        rows = [self.members.index(m) if m in self.members else None for m in members]
+        unit_steps = torch.zeros(len(rows), self.unit_steps.shape[1], dtype=torch.int64)
+        for place, row in enumerate(rows):
+            if row is not None:
+                unit_steps[place] = self.unit_steps[row]
+        return replace(
+            self,
+            detectors=self.detectors.of_rows(rows),
+            loss_history=self.loss_history.of_rows(rows),
+            unit_steps=unit_steps,
+            members=members,
+        )
+
+    def with_nominal_members(self, number: int) -> RoundState:
+        """The state for a checkpoint of `number` replicas, which may be others than these: a round
+        begins, and its blocks are assigned by the replicas that load it."""
+        fillers = (f"replica {count}" for count in range(number))
+        members = (*self.members, *fillers)[:number]
+        assignment = self.assignment
+        if assignment is not None and len(self.members) != number:
+            assignment = replace(assignment, num_replicas=number, quotas=None)
+        return replace(self.for_members(members), assignment=assignment, assigned_to=members)
+
+    def steps_by_assignment(self, counts: Sequence[int]) -> list[int]:
+        """The steps of the replicas of `assignment`, given those of `members`; 0 of those that are
+        no members any more: their blocks are assigned again."""
+        steps = dict(zip(self.members, counts, strict=True))
+        return [steps.get(name, 0) for name in self.assigned_to]
 
 
 @dataclass(frozen=True)
@@ -324,10 +384,12 @@ def plan_round(
     elif not assignment.is_over:
         # After the last block there is no next round: the replicas meet again only because they are
         # not yet identical in all units.
-        if _is_extended(assignment, counts, rules.min_steps):
+        assigned = before.steps_by_assignment(counts)
+        if _is_extended(assignment, assigned, rules.min_steps):
             extended = replace(before, resumes_at_meeting=False)
             return RoundPlan(MeetingOutcome.EXTEND, records, extended)
-        assignment, is_assigned = assignment.next_round(counts), True
+        assignment = assignment.next_round(assigned, counts, has_final_round=rules.has_final_round)
+        is_assigned = True
         has_empty_share = not assignment.is_over and any(
             assignment.is_exhausted(replica, 0) for replica in range(len(records))
         )
@@ -351,6 +413,8 @@ def plan_round(
         assignment=assignment,
         resumes_at_meeting=before.resumes_at_meeting and assignment is not None and not is_assigned,
         first_loss=first_loss,
+        members=before.members,
+        assigned_to=before.members if is_assigned else before.assigned_to,
     )
     return RoundPlan(
         MeetingOutcome.SYNC,

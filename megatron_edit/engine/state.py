@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Reporter
+from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, RoundState
 from megatron_edit.engine.saved import EngineState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
@@ -67,8 +68,14 @@ class Losses(Protocol):
     def forget(self) -> float:
         """Drop all losses; return that of the last step, NaN where it is not known."""
 
-    def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
-        """Report the losses in the records of all replicas, and drop those reported."""
+    def report(self, records: Sequence[ControlRecord], reporter: Reporter, samples: int) -> None:
+        """Report the losses in the records of all replicas, and drop those reported.
+
+        Args:
+            records: of a meeting.
+            reporter: receives them.
+            samples: consumed by all replicas so far.
+        """
 
 
 @dataclass
@@ -120,7 +127,7 @@ class StepLosses:
         self._losses.clear()
         return last
 
-    def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
+    def report(self, records: Sequence[ControlRecord], reporter: Reporter, samples: int) -> None:
         """Report the mean over the replicas of each step. A step's loss is known after its sync."""
         losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
         first = self.last_step - losses.shape[1] + 1
@@ -191,11 +198,10 @@ class MeanLoss:
         self._clear()
         return last
 
-    def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
+    def report(self, records: Sequence[ControlRecord], reporter: Reporter, samples: int) -> None:
         """Report one mean over all steps of all replicas, at the step of replica 0."""
         total, count = (sum(column) for column in zip(*(r.losses for r in records), strict=True))
         if count:
-            samples = sum(record.samples for record in records)
             reporter.on_losses(records[0].step, [total / count], samples)
         self._clear()
 
@@ -224,6 +230,7 @@ class RunState:
         is_stopping: whether this replica must stop here, because a replica stops.
         is_waiting: whether it reached a meeting without a sync, because another replica stopped.
         suppressed_until_step: see `EngineState`.
+        name: of this replica.
         last_local_step: the step after which the final synchronous phase began; None before.
     """
 
@@ -242,6 +249,7 @@ class RunState:
     is_stopping: bool = False
     is_waiting: bool = False
     suppressed_until_step: int = 0
+    name: str = "0"
     last_local_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -249,7 +257,12 @@ class RunState:
 
     @classmethod
     def fresh(
-        cls, settings: EngineSettings, groups: EngineGroups, num_units: int, clock: PhaseClock
+        cls,
+        settings: EngineSettings,
+        groups: EngineGroups,
+        num_units: int,
+        clock: PhaseClock,
+        membership: Membership | None = None,
     ) -> RunState:
         """The state before the first step.
 
@@ -258,17 +271,29 @@ class RunState:
             groups: whose time-outs adapt to the rounds.
             num_units: U.
             clock: of the inner phase.
+            membership: of a run with a hub; else None.
         """
         replicas, timed = groups.sync.size, settings.timed
         has_step_losses = timed is None and settings.schedule.has_fixed_rounds
         assignment = None if timed is None else BlockAssignment(replicas, timed.target)
+        members = () if membership is None else membership.members
         return cls(
-            rounds=RoundState.fresh(replicas, num_units, assignment),
+            rounds=RoundState.fresh(replicas, num_units, assignment, members),
             losses=StepLosses(settings.schedule.interval) if has_step_losses else MeanLoss(),
             clock=clock,
             timeout=AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout),
             timer=None if timed is None else TimeTrigger(timed.length, clock),
+            name=str(groups.sync.rank) if membership is None else membership.name,
         )
+
+    def block(self, step: int) -> int | None:
+        """The block that this replica consumes in a step of the round, from 0; None where none is
+        left for it, or none was assigned to it."""
+        rounds = self.rounds
+        assert rounds.assignment is not None, "rounds without assigned blocks"
+        if self.name not in rounds.assigned_to:
+            return None
+        return rounds.assignment.block(rounds.assigned_to.index(self.name), step)
 
     @property
     def inner_steps(self) -> int:
@@ -312,18 +337,26 @@ class RunState:
             **rest,
         )
 
+    def join(self, rounds: RoundState, step: int) -> None:
+        """Take the state of the rounds from other replicas; this one has made no step in them."""
+        self.rounds, self.step, self.round_start = rounds, max(self.step, step), 0
+        self.round_start = self.step
+        self.assignment_epoch += 1
+        self.accepted = torch.ones_like(rounds.unit_steps, dtype=torch.bool)
+
     def note_meeting(self, records: Sequence[ControlRecord]) -> bool:
         """Store the records of a meeting without a sync; return whether no replica stops."""
         self.records = records
         self.has_replica_stopped = any(record.is_stopping for record in records)
         return not self.has_replica_stopped
 
-    def apply(self, plan: RoundPlan, reporter: Reporter) -> None:
+    def apply(self, plan: RoundPlan, reporter: Reporter, samples: int) -> None:
         """Apply the plan of a meeting. The only place where a plan changes run-long state.
 
         Args:
             plan: of the meeting.
             reporter: receives the losses in its records.
+            samples: consumed by all replicas so far.
         """
         self.rounds, self.records = plan.after, plan.records
         self.has_replica_stopped = plan.outcome is MeetingOutcome.STOP
@@ -332,8 +365,10 @@ class RunState:
         self.round_start = self.step
         self.assignment_epoch += plan.is_assigned
         assert plan.decision is not None
+        if len(self.accepted) != len(plan.records):
+            self.accepted = torch.ones_like(plan.after.unit_steps, dtype=torch.bool)
         self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
-        self.losses.report(plan.records, reporter)
+        self.losses.report(plan.records, reporter, samples)
 
     def begin_phase(self) -> None:
         """Resume inner training after a meeting and its sync."""

@@ -94,6 +94,10 @@ class EngineStatus:
         """Blocks of the current round by replica; None where rounds are counted in steps."""
         return self._state.rounds.assignment
 
+    def block(self, step: int) -> int | None:
+        """The block that this replica consumes in a step of the current round; None if none."""
+        return self._state.block(step)
+
     @property
     def assignment_epoch(self) -> int:
         """Number of assignments so far; data prefetched under an earlier one is invalid."""

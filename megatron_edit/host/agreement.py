@@ -18,7 +18,10 @@ from megatron_edit.observe.folder_lock import FolderLock
 
 _PER_REPLICA_SETTINGS = (
     "replica_id",
+    "replica_name",
     "rendezvous",
+    "hub",
+    "hub_token_file",
     "log_dir",
     "log_units_to_tensorboard",
     "device",
@@ -49,7 +52,7 @@ def agree_on_settings(
     Raises:
         UsageError: a setting or a device differs; raised on every rank of every replica.
     """
-    place = world.placement
+    place = world.scope
     if place.num_replicas * place.ranks_per_replica == 1:
         return
     world.shared_store.set(_device_key(place.replica, place.rank), _shown(device))
@@ -97,7 +100,7 @@ def _shown(device: torch.device) -> str:
 
 def _device_mismatch(world: ReplicaWorld) -> tuple[str, str, str] | None:
     """Return value, rule and remedy for the first rank whose device differs from replica 0's."""
-    place, store = world.placement, world.shared_store
+    place, store = world.scope, world.shared_store
     theirs = _device_of(store, 0, 0)
     for rank in range(place.ranks_per_replica):
         key = _device_key(place.replica, rank)

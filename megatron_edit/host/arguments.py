@@ -109,7 +109,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     Raises:
         UsageError: a flag is incompatible, or a size is not divisible among N replicas.
     """
-    is_timed = STRATEGIES[config.strategy].is_timed
+    is_timed = STRATEGIES[config.strategy].is_timed or config.hub is not None
     for name, refused, rule, remedy in REFUSED + (REFUSED_WHERE_TIMED if is_timed else ()):
         value = getattr(args, name, None)
         if _is_refused(value, refused):
@@ -310,7 +310,7 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
         UsageError: `overlap` is requested and not possible.
     """
     is_graph = full_iteration_graph(args) is not None
-    if config.sync_mode == BLOCKING or config.check_commits:
+    if config.sync_mode == BLOCKING or config.check_commits or config.hub is not None:
         return BLOCKING
     if args.overlap_param_gather and not is_graph:
         return OVERLAP
@@ -357,8 +357,24 @@ def validate_as_one_job(
         args.world_size = local_world
 
 
-def separate_outputs(args: Namespace, placement: Placement) -> None:
-    """Disable writers, and rename output files, on all replicas except the first."""
+def separate_outputs(args: Namespace, placement: Placement, name: str | None = None) -> None:
+    """Disable writers, and rename output files, on all replicas except the first.
+
+    Args:
+        args: Megatron's.
+        placement: of this process.
+        name: of the replica in an elastic run, in which any replica may leave: each has its own
+            writers.
+    """
+    if name is not None:
+        if args.tensorboard_dir:
+            args.tensorboard_dir = f"{args.tensorboard_dir}/{name}"
+        if getattr(args, "wandb_project", ""):
+            args.wandb_exp_name = f"{args.wandb_exp_name}-{name}"
+        for file in _ONE_FILE_EACH:
+            if getattr(args, file, None):
+                setattr(args, file, f"{getattr(args, file)}.{name}")
+        return
     if placement.replica == 0:
         return
     for name in _ONE_WRITER:

@@ -25,12 +25,14 @@ class Share:
         ranks: D, data-parallel ranks of the replica.
         micro_batches: micro-batches of one rank in one step.
         rank: d, this data-parallel rank.
+        interleaved: see `method.ledger.samples_of`.
     """
 
     micro_batch: int
     ranks: int
     micro_batches: int
     rank: int
+    interleaved: int = 1
 
 
 class AssignedSampler:
@@ -38,24 +40,22 @@ class AssignedSampler:
 
     Args:
         engine: has the assignment.
-        replica: r.
         share: share of this rank.
         order: order of samples; block 0 begins at its start.
     """
 
-    def __init__(self, engine: EditEngine, replica: int, share: Share, order: SampleOrder) -> None:
+    def __init__(self, engine: EditEngine, share: Share, order: SampleOrder) -> None:
         self._engine = engine
-        self._replica = replica
         self._share = share
         self._order = order
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch, from the current step of the round on."""
-        assignment, replica, share = self._engine.status.assignment, self._replica, self._share
-        assert assignment is not None, "replicas at their own speeds without a ledger"
+        status, share = self._engine.status, self._share
         # A resumed round does not begin at step 0.
-        order, step = self._order, self._engine.status.inner_steps
-        while (block := assignment.block(replica, step)) is not None:
+        order, step = self._order, status.inner_steps
+        epoch = status.assignment_epoch
+        while epoch == status.assignment_epoch and (block := status.block(step)) is not None:
             for index in range(share.micro_batches):
                 numbers = samples_of(block, index=index, **vars(share))
                 yield [order.sample(order.start + number) for number in numbers]
@@ -107,7 +107,10 @@ class ReorderedSampler:
 
 
 def assigned_loader(
-    call: Call[DataLoader[object] | None], engine: EditEngine, host: MegatronHost, replica: int
+    call: Call[DataLoader[object] | None],
+    engine: EditEngine,
+    host: MegatronHost,
+    num_replicas: int,
 ) -> DataLoader[object] | AssignedLoader | None:
     """Make Megatron's loader of the training split read the blocks assigned by the ledger.
 
@@ -118,7 +121,7 @@ def assigned_loader(
         call: call of Megatron's `build_pretraining_data_loader`.
         engine: has the assignment.
         host: has the order of samples.
-        replica: r.
+        num_replicas: N, or N0 of an elastic run.
     """
     from megatron.core.datasets.utils import Split
 
@@ -130,7 +133,10 @@ def assigned_loader(
         return loader
     if not is_assigned:
         return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
-    sampler = AssignedSampler(engine, replica, _share_of(host.arguments), order)
+    timed = engine.settings.timed
+    is_counted = timed is not None and timed.steps is not None
+    share = _share_of(host.arguments, num_replicas if is_counted else 1)
+    sampler = AssignedSampler(engine, share, order)
     return AssignedLoader(_with_sampler(loader, sampler), engine)
 
 
@@ -145,7 +151,7 @@ def _split_of(dataset: object) -> object:
     return split
 
 
-def _share_of(args: Namespace) -> Share:
+def _share_of(args: Namespace, interleaved: int) -> Share:
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -154,6 +160,7 @@ def _share_of(args: Namespace) -> Share:
         ranks=parallel_state.get_data_parallel_world_size(),
         micro_batches=get_num_microbatches(),
         rank=parallel_state.get_data_parallel_rank(),
+        interleaved=interleaved,
     )
 
 

@@ -78,7 +78,10 @@ class Attachment:
         config = self._config
         if config.use_edit:
             self._output.callback(tolerate_broken_output())
-            self.placement = place(config.num_replicas, config.replica_id, os.environ)
+            replicas, number = config.num_replicas, config.replica_id
+            if config.hub is not None:  # replicas have names; none of them is a special one
+                replicas, number = config.nominal_replicas, 0
+            self.placement = place(replicas, number, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
                 # When imported, Megatron warns of every missing GPU package; on CPU all are.
@@ -197,14 +200,16 @@ class Attachment:
             placement,
             rendezvous=self._config.rendezvous,
             timeout_seconds=self._config.timeout_seconds,
+            is_alone=self._config.hub is not None,
         )
         self._world.enter_environment(os.environ)
         if placement.replica > 0:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None
             self._moved = move_output_to(file)
-        if log_dir is not None and placement.replica == 0 and placement.is_writer:
+        is_first = placement.replica == 0 and self._config.hub is None
+        if log_dir is not None and is_first and placement.is_writer:
             self._lock = FolderLock(log_dir)
-        events = EventLog(log_dir, placement)
+        events = EventLog(log_dir, placement, name=self._config.replica_name)
         self._loop = TrainingLoop(self._config, self._world, events, self._device, self._patcher)
         self._loop.attach()
         data.share_samples(self._patcher, placement)
@@ -239,7 +244,7 @@ class Attachment:
         return checked
 
     def _before_validation(self, args: Namespace) -> None:
-        from megatron_edit.host import arguments
+        from megatron_edit.host import arguments, elastic
 
         world = self._world
         if world is not None:  # before the defaults of a CPU run replace flags
@@ -253,13 +258,16 @@ class Attachment:
             return
         placement = world.placement
         arguments.record_settings(args, self._config, placement)
-        arguments.separate_outputs(args, placement)
+        arguments.separate_outputs(args, placement, self._config.replica_name)
         has_reruns = arguments.disable_reruns(args)
         if placement.global_rank == 0:
             _log_sync_mode(self._config, placement, args)
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
+        if self._config.hub is not None:
+            elastic.check_hub(world, self._config)
+            world.layout = elastic.layout_digest(world, self._config, args)
         lock_log_dir(world, self._lock)
         if args.save:  # hosts may see different file systems
             check_on_all_ranks(

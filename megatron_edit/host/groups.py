@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,10 +19,29 @@ from megatron_edit.comm.transport import (
 )
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
-from megatron_edit.engine import TIED_EMBEDDING, EngineGroups
+from megatron_edit.constants import GLOO
+from megatron_edit.engine import TIED_EMBEDDING, ElasticParts, EngineGroups
 from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP
 from megatron_edit.host.settings import num_phases_of
 from megatron_edit.observe.console import say
+
+
+def build_elastic_groups(
+    world: ReplicaWorld, device: torch.device, join: Callable[[Group], ElasticParts]
+) -> tuple[EngineGroups, ElasticParts]:
+    """Make groups from Megatron's groups of this replica, and those with other replicas by the hub.
+
+    Args:
+        world: placement of this process, and the stores.
+        device: device of the parameters.
+        join: joins the hub, with the group of all ranks of the replica.
+    """
+    control: Group = _control_group(world)
+    parts = join(control)
+    transports = parts.membership.transports
+    in_replica = _ReplicaGroups(world, Transport(GLOO, device), has_thread=False)
+    groups = _engine_groups(control, transports.sync, transports.meeting, in_replica)
+    return groups, parts
 
 
 def build_groups(
@@ -54,14 +74,7 @@ def build_groups(
             num_phases=num_phases,
         )
 
-    control = stand_alone_group(
-        world.shared_store,
-        place.rank,
-        place.ranks_per_replica,
-        ON_CPU,
-        world.timeout,
-        f"control group of replica {place.replica}",
-    )
+    control: Group = _control_group(world)
     meeting: Group = across(ON_CPU, "meeting")
     rank_devices = meeting.all_gather_objects(control.all_gather_objects(_rank_device(device)))
     backend = choose_backend(config.sync_backend, rank_devices)
@@ -69,12 +82,32 @@ def build_groups(
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
     transport = Transport(backend, device, members)
-    in_replica = _ReplicaGroups(world, transport, has_thread=overlap and backend == "gloo")
+    in_replica = _ReplicaGroups(world, transport, has_thread=overlap and backend == GLOO)
+    sync = across(transport, "sync", num_phases_of(config))
+    return _engine_groups(control, sync, meeting, in_replica)
+
+
+def _control_group(world: ReplicaWorld) -> Group:
+    place = world.placement
+    return stand_alone_group(
+        world.shared_store,
+        place.rank,
+        place.ranks_per_replica,
+        ON_CPU,
+        world.timeout,
+        f"control group of replica {place.replica}",
+    )
+
+
+def _engine_groups(
+    control: Group, sync: Group, meeting: Group, in_replica: _ReplicaGroups
+) -> EngineGroups:
+    device, timeout = in_replica.transport.device, in_replica.world.timeout
     return EngineGroups(
         control=control,
-        sync=across(transport, "sync", num_phases_of(config)),
+        sync=sync,
         meeting=meeting,
-        replica=Group.of(torch.distributed.group.WORLD, device, world.timeout, "replica"),
+        replica=Group.of(torch.distributed.group.WORLD, device, timeout, "replica"),
         stage=in_replica.stage(),
         ties=in_replica.ties(),
     )

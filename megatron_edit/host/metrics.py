@@ -99,6 +99,8 @@ def write_run_header(
     device: torch.device,
     progress: RunProgress,
     resumed_from: Mapping[str, object] | None,
+    *,
+    is_joining: bool = False,
 ) -> None:
     """Begin the event files, and connect them to Megatron's writers if this rank has them.
 
@@ -109,6 +111,7 @@ def write_run_header(
         device: device of the parameters.
         progress: progress of all replicas, with a newly built engine.
         resumed_from: where a resumed run continues; None for a new run.
+        is_joining: whether this replica joins a run that others have begun.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -125,7 +128,7 @@ def write_run_header(
         "inside_bytes_per_step": step_bytes,
     }
     run["segment"] = {"number": events.segment_number, "resumed_from": resumed_from}
-    events.begin(run)
+    events.begin(run, is_joining=is_joining)
     if progress.is_timed:
         events.use_global_progress(progress)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()

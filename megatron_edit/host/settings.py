@@ -33,10 +33,12 @@ def engine_settings(
     """
     strategy = STRATEGIES[config.strategy]
     rule = RuleSettings(config.outer_lr, config.outer_momentum, config.co2_gap, config.co2_clip)
+    is_elastic = config.hub is not None  # a round with few steps is not extended then
     timed = TimedRounds(
         config.sync_seconds / config.fragments,
-        config.min_round_steps / config.fragments,
+        0.0 if is_elastic else config.min_round_steps / config.fragments,
         target_blocks,
+        None if strategy.is_timed else config.sync_interval,
     )
     return EngineSettings(
         schedule=schedule_of(config, last_local_step),
@@ -47,12 +49,12 @@ def engine_settings(
         wire=Wire.of(config.sync_dtype),
         digest_interval=config.digest_interval,
         fixed_timeout=config.timeout_seconds is not None,
-        timed=timed if strategy.is_timed else None,
+        timed=timed if strategy.is_timed or is_elastic else None,
         overlap=sync_mode == OVERLAP,
         prefetch_units=config.prefetch_units,
         offload=config.offload,
         moments=moments_of(config),
-        checks_commit=config.check_commits,
+        checks_commit=config.check_commits or is_elastic,
     )
 
 

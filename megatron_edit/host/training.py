@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import OVERLAP
-from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
+from megatron_edit.engine import TIED_EMBEDDING, EditEngine, ElasticParts, EngineGroups
 from megatron_edit.errors import SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
@@ -41,8 +42,9 @@ from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
+from megatron_edit.host.elastic import join_hub
 from megatron_edit.host.files import check_data, claim_data_check
-from megatron_edit.host.groups import build_groups
+from megatron_edit.host.groups import build_elastic_groups, build_groups
 from megatron_edit.host.metrics import write_run_header
 from megatron_edit.host.model.counters import exit_reason
 from megatron_edit.host.model.megatron_host import MegatronHost
@@ -258,7 +260,7 @@ class TrainingLoop:
     def _build_loader(
         self, run: TrainingRun, call: Call[DataLoader[object] | None]
     ) -> DataLoader[object] | AssignedLoader | None:
-        return assigned_loader(call, run.engine, run.host, self._world.placement.replica)
+        return assigned_loader(call, run.engine, run.host, self._world.placement.num_replicas)
 
     # ---- what the hooks do
 
@@ -273,7 +275,7 @@ class TrainingLoop:
         # From here on the world size is used only in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
         mode = resolve_sync_mode(self._config, args)
-        groups = build_groups(self._world, self._device, self._config, overlap=mode == OVERLAP)
+        groups, elastic = self._make_groups(overlap=mode == OVERLAP)
         host = MegatronHost(
             args,
             model,
@@ -297,14 +299,26 @@ class TrainingLoop:
             groups,
             self._world,
             self._events,
+            elastic=elastic,
         )
         self._cleanup.callback(engine.close)
+        if elastic is not None:
+            self._events.follow(elastic.membership)
+            elastic.membership.on_message = self._events.on_local_message
         self._writers = guard_writers(self._patcher)
         place = self._world.placement
         progress = RunProgress(engine, host, place.replica, place.num_replicas)
         where = (place, self._device)
         resumed_from = self._loads.resumed_from
-        write_run_header(self._events, self._config, *where, progress, resumed_from)
+        is_joining = elastic is not None and elastic.is_joining
+        write_run_header(
+            self._events,
+            self._config,
+            *where,
+            progress,
+            None if is_joining else resumed_from,
+            is_joining=is_joining,
+        )
         observer = Observer(self._events, engine, host, progress, get_timers())
         if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)
@@ -316,7 +330,8 @@ class TrainingLoop:
         if args.save:
             pieces()  # refuse a model that cannot be saved before training
         self._run = self._run_of(engine, host, progress, observer, pieces)
-        self._loads.begin(engine, host, pieces)
+        if not is_joining:
+            self._loads.begin(engine, host, pieces)
         self._events.count_samples(
             engine.status.step, int(args.consumed_train_samples), host.counters.batch
         )
@@ -324,6 +339,18 @@ class TrainingLoop:
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
         )
+
+    def _make_groups(self, *, overlap: bool) -> tuple[EngineGroups, ElasticParts | None]:
+        """Return the engine's groups, and the parts of an elastic run if this is one."""
+        world, device, config = self._world, self._device, self._config
+        if config.hub is None:
+            return build_groups(world, device, config, overlap=overlap), None
+        start = self._loads.starting_point
+
+        def join(control: Group) -> ElasticParts:
+            return join_hub(world, device, config, control, world.layout, start)
+
+        return build_elastic_groups(world, device, join)
 
     def _run_of(
         self,
@@ -336,7 +363,13 @@ class TrainingLoop:
         place = self._world.placement
         is_first = place.global_rank == 0
         writer = CheckpointWriter(
-            self._config, self._world, self._redirection, self._write_errors, engine, host, pieces
+            self._config,
+            self._world,
+            self._redirection,
+            self._write_errors,
+            engine,
+            host,
+            pieces,
         )
         policy = self._config.inner_state
         saves = SaveControl(policy, writer, engine, host, progress, is_first=is_first)
@@ -436,3 +469,5 @@ class TrainingLoop:
     def _finish_saves(self) -> None:
         if self._run is not None:
             self._run.writer.finish()
+            if (elastic := self._run.engine.elastic) is not None:
+                elastic.leave("finished")

@@ -87,6 +87,15 @@ class DetectorState:
             tensor[:, list(units)] = getattr(part, name)
         return merged
 
+    def of_rows(self, rows: Sequence[int | None]) -> DetectorState:
+        """The detectors of these replicas, in this order; None is a new replica."""
+        chosen = DetectorState.fresh(len(rows), self.mean.shape[1])
+        for name, tensor in vars(chosen).items():
+            for place, row in enumerate(rows):
+                if row is not None:
+                    tensor[place] = getattr(self, name)[row]
+        return chosen
+
     def for_replicas(self, num_replicas: int) -> DetectorState:
         """The detectors for another number of replicas; fresh ones for additional replicas."""
         kept = min(num_replicas, self.mean.shape[0])

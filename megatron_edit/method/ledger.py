@@ -13,7 +13,7 @@ final round assigns all of them, in proportion to the last step counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, compress, pairwise
@@ -70,6 +70,11 @@ class BlockAssignment:
         return len(self.holes) + self.target - self.frontier
 
     @property
+    def num_consumed(self) -> int:
+        """Blocks that were consumed before this round."""
+        return self.frontier - len(self.holes)
+
+    @property
     def is_over(self) -> bool:
         """Whether every block of the training has been consumed."""
         return self.remaining == 0
@@ -103,7 +108,13 @@ class BlockAssignment:
         """Whether a replica must meet at once after `steps` steps of this round."""
         return self.block(replica, steps) is None
 
-    def next_round(self, steps: Sequence[int]) -> BlockAssignment:
+    def next_round(
+        self,
+        steps: Sequence[int],
+        next_steps: Sequence[int] | None = None,
+        *,
+        has_final_round: bool = True,
+    ) -> BlockAssignment:
         """The assignment of the next round, in time proportional to the entries used.
 
         Any round may end early, also a final one after a stop request; its unused blocks become
@@ -111,6 +122,8 @@ class BlockAssignment:
 
         Args:
             steps: inner steps of each replica in this round, gathered at the meeting.
+            next_steps: the same of the replicas of the next round, where these are others.
+            has_final_round: whether the last blocks are assigned by quota.
 
         Raises:
             ValueError: `steps` has not one count per replica, or an impossible count.
@@ -127,9 +140,20 @@ class BlockAssignment:
         holes = (*compress(listed, unused), *self.holes[touched:])
         remaining = len(holes) + self.target - frontier
         # After a round without a step the speeds are unknown: no final round follows.
-        is_final = 0 < remaining <= FINAL_ROUNDS * self.num_replicas * max(steps)
-        quotas = proportional_shares(remaining, steps) if is_final else None
-        return BlockAssignment(self.num_replicas, self.target, frontier, holes, quotas)
+        speeds = steps if next_steps is None else next_steps
+        is_final = has_final_round and 0 < remaining <= FINAL_ROUNDS * len(speeds) * max(speeds)
+        quotas = proportional_shares(remaining, speeds) if is_final else None
+        return BlockAssignment(len(speeds), self.target, frontier, holes, quotas)
+
+    def consumed_in_round(self, replica: int, steps: int) -> tuple[tuple[int, int], ...]:
+        """Runs of blocks that a replica consumes in its first `steps` steps of this round.
+
+        Returns:
+            The first block and the number of blocks of each run, in the order of consumption.
+        """
+        blocks = [self.block(replica, step) for step in range(steps)]
+        assert None not in blocks, f"replica {replica} has no blocks for {steps} steps"
+        return runs_of(block for block in blocks if block is not None)
 
     @cached_property
     def _entries(self) -> tuple[range, ...]:
@@ -147,6 +171,17 @@ class BlockAssignment:
                 raise ValueError(
                     f"steps {count} of replica {replica}: it was assigned {len(entries)} blocks"
                 )
+
+
+def runs_of(blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Blocks as runs of consecutive ones: the first, and how many."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return tuple(runs)
 
 
 def proportional_shares(total: int, counts: Sequence[int]) -> tuple[int, ...]:
@@ -169,12 +204,19 @@ def proportional_shares(total: int, counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def samples_of(
-    block: int, *, micro_batch: int, ranks: int, micro_batches: int, rank: int, index: int
+    block: int,
+    *,
+    micro_batch: int,
+    ranks: int,
+    micro_batches: int,
+    rank: int,
+    index: int,
+    interleaved: int = 1,
 ) -> range:
     """Samples of the dataset in one micro-batch of one data-parallel rank of a replica.
 
-    A block holds micro_batches x ranks x micro_batch consecutive samples. Their order in it is that
-    of Megatron's sampler: the micro-batches in order, each split over the ranks.
+    A block holds micro_batches x ranks x micro_batch samples. Their order in it is that of
+    Megatron's sampler: the micro-batches in order, each split over the ranks.
 
     Args:
         block: number of the block, from 0.
@@ -183,6 +225,8 @@ def samples_of(
         micro_batches: micro-batches of one rank in one step.
         rank: d, in 0 ... D - 1.
         index: m, number of the micro-batch in the step, from 0.
+        interleaved: blocks of which the micro-batches alternate, as those of so many replicas do in
+            Megatron's sampler; 1: the samples of a block are consecutive.
 
     Raises:
         ValueError: a number is out of its range; another rank or block would hold the samples.
@@ -192,7 +236,8 @@ def samples_of(
             f"block {block}, rank {rank}, micro-batch {index}: from 0, "
             f"and below {ranks} ranks and {micro_batches} micro-batches"
         )
-    start = ((block * micro_batches + index) * ranks + rank) * micro_batch
+    step, place = divmod(block, interleaved)
+    start = (((step * micro_batches + index) * interleaved + place) * ranks + rank) * micro_batch
     return range(start, start + micro_batch)
 
 

@@ -9,7 +9,7 @@ steady difference, which is part of the history.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,15 @@ class LossHistory:
         if len({tensor.shape for tensor in vars(saved).values()}) > 1 or saved.mean.dim() != 1:
             raise ValueError("fields of different lengths")
         return saved if len(saved.mean) == num_replicas else cls.fresh(num_replicas)
+
+    def of_rows(self, rows: Sequence[int | None]) -> LossHistory:
+        """The histories of these replicas, in this order; None is a new replica."""
+        chosen = LossHistory.fresh(len(rows))
+        for name, tensor in vars(chosen).items():
+            for place, row in enumerate(rows):
+                if row is not None:
+                    tensor[place] = getattr(self, name)[row]
+        return chosen
 
     def to_lists(self) -> dict[str, list[float]]:
         """The fields as exact lists for a checkpoint; see `from_lists`."""

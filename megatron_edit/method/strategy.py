@@ -65,6 +65,7 @@ class Strategy:
             replicas train with that inner optimizer.
         endless_warmup: gradients are averaged at every step; there is never an outer step.
         is_timed: replicas meet by the clock, after as many steps as each has made by then.
+        is_elastic: a hub may decide which replicas take part.
         has_penalty: whether replicas are weighted, anomalous ones rejected, and averages clipped.
         make_rule: creates the outer step.
         keeps_progress: whether a delayed landing keeps the change of the parameters since the
@@ -78,6 +79,7 @@ class Strategy:
     optimizer_presets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     endless_warmup: bool = False
     is_timed: bool = False
+    is_elastic: bool = False
     has_penalty: bool = False
     make_rule: Callable[[RuleSettings], OuterRule] = _nesterov
     keeps_progress: bool = True
@@ -103,11 +105,12 @@ TIMED_SETTINGS = ("sync_seconds", "min_round_steps", "step_weight")
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("edit", optimizer_presets=_WITH_MUON, has_penalty=True),
+        Strategy("edit", optimizer_presets=_WITH_MUON, is_elastic=True, has_penalty=True),
         Strategy(
             "a-edit",
             optimizer_presets=_WITH_MUON,
             is_timed=True,
+            is_elastic=True,
             has_penalty=True,
             own_settings=TIMED_SETTINGS,
         ),

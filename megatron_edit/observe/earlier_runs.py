@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_edit.comm.placement import Placement
-from megatron_edit.observe.records import LOSSES, RUN, SYNCS, replica_file
+from megatron_edit.observe.records import LOSSES, RUN, SYNCS
 
 _REPLICA = re.compile(r"replica-(\d+)\.jsonl")
 _RENAMED = re.compile(r"(?:run|sync|loss|replica-\d+)\.(\d+)\.jsonl?")
@@ -21,20 +20,21 @@ def next_number(folder: Path) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
-def files_to_move(folder: Path, placement: Placement) -> list[Path]:
+def files_to_move(folder: Path, own_file: str, num_replicas: int | None) -> list[Path]:
     """Return the files that this rank must move aside, in this order: its own and orphaned ones.
 
     `run.json` is the last: once a reader finds a new one, all older files of its writer are moved.
 
     Args:
         folder: `--edit-log-dir`.
-        placement: of a writer rank.
+        own_file: of this rank's replica.
+        num_replicas: N, where this rank writes the files of the run, too; else None.
     """
-    mine = folder / replica_file(placement.replica)
-    if placement.replica > 0:
+    mine = folder / own_file
+    if num_replicas is None:
         return [mine]
     unused = [path for path in folder.iterdir() if (match := _REPLICA.fullmatch(path.name))
-              and int(match[1]) >= placement.num_replicas]  # fmt: skip
+              and int(match[1]) >= num_replicas and path != mine]  # fmt: skip
     return [folder / SYNCS, folder / LOSSES, mine, *unused, folder / RUN]
 
 

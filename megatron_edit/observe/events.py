@@ -49,6 +49,14 @@ class SyncTimers(Protocol):
         """Add the seconds of a sync (`SyncReport.seconds`)."""
 
 
+class Roles(Protocol):
+    """Knows which replica writes what only one may write."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether that is this one."""
+
+
 class GlobalProgress(Protocol):
     """Progress of all replicas together, where rounds are timed (A-EDiT)."""
 
@@ -94,13 +102,22 @@ class EventLog:
         log_dir: `--edit-log-dir`, which must exist; None for console lines only.
         placement: determines which files this rank writes.
         flush_interval: iterations between two flushes.
+        name: of the replica, in an elastic run.
     """
 
-    def __init__(self, log_dir: Path | None, placement: Placement, flush_interval: int = 1) -> None:
+    def __init__(
+        self,
+        log_dir: Path | None,
+        placement: Placement,
+        flush_interval: int = 1,
+        name: str | None = None,
+    ) -> None:
         self._placement = placement
+        self._own_file = replica_file(placement.replica if name is None else name)
+        self._name = str(placement.replica) if name is None else name
+        self._membership: Roles | None = None
         self._flush_interval = max(1, flush_interval)
         self._dir = log_dir if placement.is_writer else None
-        self._is_first_replica = placement.replica == 0
         self._files: dict[str, LineWriter] = {}
         # Read here, used in `begin`: replicas synchronize in between, so that all get the same one.
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
@@ -116,6 +133,21 @@ class EventLog:
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
         self._global_progress: GlobalProgress | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
+
+    @property
+    def _is_first_replica(self) -> bool:
+        """Whether this replica writes the files that only one may write."""
+        if self._membership is not None:
+            return self._membership.is_leader
+        return self._placement.replica == 0
+
+    def follow(self, membership: Roles) -> None:
+        """Let the leader of an elastic run write the files that only one may write.
+
+        Args:
+            membership: knows which replica that is.
+        """
+        self._membership = membership
 
     def connect(self, metrics: SyncMetrics, sink: MetricSink) -> None:
         """Also write scalars from now on.
@@ -142,36 +174,39 @@ class EventLog:
         """
         self._timers = timers
 
-    def begin(self, run: Mapping[str, Any]) -> None:
+    def begin(self, run: Mapping[str, Any], *, is_joining: bool = False) -> None:
         """Rename an earlier run's files of this rank, and write `run.json`.
 
         Args:
             run: its content; only replica 0 writes it.
+            is_joining: whether this replica joins a run that others have begun: it goes on in the
+                files that are there.
         """
         if self._dir is None:
             return
         self._header = json.dumps(run, indent=2, sort_keys=True, default=str) + "\n"
-        self._is_folder_ready = False
+        self._is_folder_ready = is_joining
         self.flush()
 
     def on_iteration(self, iteration: Iteration) -> None:
         """Record a finished inner iteration."""
-        self._append(replica_file(self._placement.replica), iteration.line())
+        self._append(self._own_file, iteration.line())
         if iteration.replica_step % self._flush_interval == 0:
             self.flush()
 
     def on_sync(self, report: SyncReport) -> None:
         """Record a finished sync."""
         if self._global_progress is not None:
-            report = replace(report, step=self._global_progress.iteration_at(sum(report.samples)))
+            step = self._global_progress.iteration_at(report.samples_of_all)
+            report = replace(report, step=step)
         if self._timers is not None:
             self._timers.add_sync(report.seconds)
-        self._append(replica_file(self._placement.replica), digest_line(report))
+        self._append(self._own_file, digest_line(report))
         if self._is_first_replica:
             self._append(SYNCS, sync_line(report))
         if self._metrics is not None:
             metrics, sink = self._metrics
-            samples = sum(report.samples)
+            samples = report.samples_of_all
             sink.write(metrics.values(report), report.step, samples)
         if self._is_first_replica and self._placement.is_writer:
             say(sync_summary(report))
@@ -229,7 +264,7 @@ class EventLog:
     def on_local_message(self, text: str) -> None:
         """Print a warning about this rank on the console, whatever its replica."""
         place = self._placement
-        warn(f"replica {place.replica} rank {place.rank}: {text}")
+        warn(f"replica {self._name} rank {place.rank}: {text}")
 
     def flush(self) -> None:
         """Write all lines so far to disk. Lines that cannot be written now wait."""
@@ -250,8 +285,7 @@ class EventLog:
             self._metrics = None
         self.flush()
         if self._dir is not None and self._header is not None and self._ending is not None:
-            mine = replica_file(self._placement.replica)
-            self._writer_of(mine).append(self._ending.line(self.num_lost), is_last=True)
+            self._writer_of(self._own_file).append(self._ending.line(self.num_lost), is_last=True)
             self._ending = None
             self.flush()
         if lost := self.num_lost:
@@ -293,7 +327,11 @@ class EventLog:
             return
         self._dir.mkdir(parents=True, exist_ok=True)
         if not self._is_folder_ready:
-            move_aside(files_to_move(self._dir, self._placement), self._number_of_earlier)
+            num_replicas = self._placement.num_replicas
+            old = files_to_move(
+                self._dir, self._own_file, num_replicas if self._is_first_replica else None
+            )
+            move_aside(old, self._number_of_earlier)
         if self._is_first_replica:
             write_atomic(self._dir / RUN, self._header)
         self._is_folder_ready = True

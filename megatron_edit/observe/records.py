@@ -32,7 +32,7 @@ _UNIT_NAME = re.compile(r"[\w.-]+", re.ASCII)
 Array = NDArray[np.float64]
 
 
-def replica_file(replica: int) -> str:
+def replica_file(replica: int | str) -> str:
     """Return the name of a replica's own file."""
     return f"replica-{replica}.jsonl"
 

@@ -20,7 +20,10 @@ from megatron_edit.observe.records import finite_or_none
 def sync_line(report: SyncReport) -> dict[str, Any]:
     """Return a line of `sync.jsonl`. Tables are [unit][replica]."""
     decision = report.decision
-    return {
+    members = {} if report.epoch is None else {
+        "epoch": report.epoch, "members": list(report.members)
+    }  # fmt: skip
+    return members | {
         "round": report.round,
         "iteration": report.step,
         "time": time.time(),

@@ -46,6 +46,16 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "argv.0",
         "config.sync_backend",
         "config.check_commits",
+        *(
+            f"config.{name}"
+            for name in (
+                "hub",
+                "replica_name",
+                "nominal_replicas",
+                "min_replicas",
+                "hub_token_file",
+            )
+        ),
     ),
 }
 

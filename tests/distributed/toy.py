@@ -175,7 +175,21 @@ class ToyHost:
     def begin_local(self, *, is_over: bool) -> None:
         self.ended_rounds.append((0, is_over))
 
-    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
+    def create_moments(self) -> None:
+        pass
+
+    def samples_of(self, blocks: int) -> int:
+        return blocks
+
+    def common_state(self) -> dict[str, Any]:
+        return {}
+
+    def join_local(self, blocks: int, common: Mapping[str, Any], *, is_over: bool) -> None:
+        self.joined_at = blocks
+
+    def end_round(
+        self, samples: int, *, num_replicas: int, is_over: bool, next_meeting_without_step: bool
+    ) -> None:
         self.ended_rounds.append((samples, is_over))
 
     def advance_schedule(self, samples: int) -> None:

@@ -1,4 +1,5 @@
-"""A hub in a thread, and replicas that only pretend to train, over real sockets."""
+"""A hub in a thread, and replicas that only pretend to train, over real sockets. Also the hub's
+decisions alone, for single inputs."""
 
 from __future__ import annotations
 
@@ -9,17 +10,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_edit.elastic.agent import Agent, HubAddress
-from megatron_edit.elastic.journal import Journal
+from megatron_edit.elastic.hub_state import HubState, replay
+from megatron_edit.elastic.inputs import Record, Send
+from megatron_edit.elastic.journal import Journal, JournalEntry
+from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     Abandon,
+    Arrive,
     Commit,
     End,
     Fenced,
+    Formed,
     FormEpoch,
     Go,
     Heal,
+    Healed,
     Hello,
     Ready,
     Refused,
@@ -84,7 +92,8 @@ class PretendingReplica:
         incarnation: str = "1", layout: str = "layout",
     ) -> None:  # fmt: skip
         hello = Hello(name, incarnation, layout, nominal, minimum, (name,), True, 0)
-        self.agent = Agent(address, hello, TIMEOUT)
+        self.exit_codes: list[int] = []  # with which the agent would have ended the process
+        self.agent = Agent(address, hello, TIMEOUT, end_process=self.exit_codes.append)
         self.name, self._rounds, self._step_seconds = name, rounds, step_seconds
         self.states = {} if states is None else states
         self.digest, self.orders = "", list[Order]()
@@ -104,6 +113,7 @@ class PretendingReplica:
         """End without a word, as after SIGKILL: the connection closes."""
         self._killed.set()
         self.agent._closing.set()
+        self.agent._is_taken.set()
         self.agent._reports = queue.SimpleQueue()
         if (session := self.agent._session) is not None:
             session[0].close()
@@ -144,7 +154,7 @@ class PretendingReplica:
                 blocks = tuple((name, ((count, 1),)) for name in self._members)
                 ready = Ready(epoch, count, f"plan {count}", (digest,), 4 * (count + 1), blocks)
                 self.agent.report(Exchanged(ready))
-            case Commit(count):
+            case Commit(round=count):
                 self.digest = self.agent.state.digest
                 self.states[count + 1] = self.digest
                 if self._is_last or count + 1 >= self._rounds:
@@ -167,3 +177,59 @@ class PretendingReplica:
         self._killed.wait(self._step_seconds)
         if not self._killed.is_set():
             self.agent.report(RoundDue((self.name,)))
+
+
+class HubDecisions:
+    """A hub that takes inputs, and what it has sent since the last one."""
+
+    def __init__(self, *names: str, rounds: int = 0) -> None:
+        self.state, self.sent, self.records = HubState(), dict[str, list[Any]](), list[str]()
+        self.journal: list[JournalEntry] = []
+        for name in names:
+            self.take(name, self.hello(name, len(names)))
+        for name in names:
+            self.take(name, Formed(1))
+        for _ in range(rounds):
+            self.exchange(*names)
+
+    @staticmethod
+    def hello(name: str, nominal: int, incarnation: str = "1", **more: Any) -> Hello:
+        given = {"is_fresh": True, "applied": 0} | more
+        return Hello(name, incarnation, "layout", nominal, 1, (name,), **given)
+
+    def take(self, name: str, given: Any) -> None:
+        self.state, outputs = step(self.state, name, given)
+        self.sent, self.records = {}, []
+        for output in outputs:
+            if isinstance(output, Send):
+                self.sent.setdefault(output.name, []).append(output.message)
+            elif isinstance(output, Record):
+                self.records.append(output.event)
+                self.journal.append(
+                    JournalEntry(0, 0.0, 1, output.epoch, output.event, output.fields, "")
+                )
+
+    def restart(self) -> None:
+        """The hub is started again."""
+        self.state = replay(self.journal, 1)
+
+    def arrive(self, *names: str) -> None:
+        for name in names:
+            self.take(name, Arrive(self.state.round, (name,)))
+
+    def ready(self, name: str) -> None:
+        state = self.state
+        self.take(name, Ready(state.epoch, state.round, "plan", (f"d{state.round}",), 0, ()))
+
+    def exchange(self, *names: str) -> None:
+        self.arrive(*names)
+        for name in names:
+            self.ready(name)
+        commit = Commit(self.state.epoch, self.state.round - 1, self.state.digest)
+        assert all(self.sent[name] == [commit] for name in names)
+
+    def join(self, name: str, nominal: int) -> None:
+        """A replica joins, and holds the state."""
+        self.take(name, self.hello(name, nominal, "2"))
+        assert isinstance(self.sent[name][-1], Heal)
+        self.take(name, Healed(self.state.round, self.state.digest))

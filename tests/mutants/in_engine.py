@@ -440,7 +440,7 @@ ENGINE = (
     Mutant(
         id="engine/schedules-apart",
         bug="a replica that skipped steps never catches up with the others' learning rate",
-        file="engine/engine.py",
+        file="engine/rounds/outcomes.py",
         old="            if behind:  # this replica skipped steps",
         new="            if behind < 0:  # this replica skipped steps",
         test="distributed/test_rounds.py::test_learning_rate_schedules_are_aligned_at_a_sync",
@@ -457,8 +457,8 @@ ENGINE = (
         id="engine/ledger-exhausted-late",
         bug="a replica requests one block more than it was assigned",
         file="engine/rounds/trigger.py",
-        old="self.assignment.is_exhausted(self.replica, self.state.inner_steps + 1)",
-        new="self.assignment.is_exhausted(self.replica, self.state.inner_steps)",
+        old="if is_due or self.state.block(steps) is None:",
+        new="if is_due or self.state.block(steps - 1) is None:",
         test=f"{_STATE}::test_round_ends_with_the_last_assigned_block",
     ),
     Mutant(
@@ -628,9 +628,9 @@ ENGINE = (
         id="engine/commit-check-after-commit",
         bug="a result is compared when its round is committed already",
         file="engine/engine.py",
-        old="        if not is_blocking:\n            self._commit(plan)",
+        old="        if not is_blocking:\n            self._outcomes.commit(plan)",
         new="        if not is_blocking or self.settings.checks_commit:\n"
-        "            self._commit(plan)",
+        "            self._outcomes.commit(plan)",
         test="distributed/test_rounds.py::test_difference_is_found_before_anything_changes",
     ),
     Mutant(

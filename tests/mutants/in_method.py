@@ -197,8 +197,8 @@ METHOD = (
         id="method/ledger-rank-layout",
         bug="ranks of a replica read other samples of a block than in stock training",
         file="method/ledger.py",
-        old="((block * micro_batches + index) * ranks + rank) * micro_batch",
-        new="((block * ranks + rank) * micro_batches + index) * micro_batch",
+        old="(((step * micro_batches + index) * interleaved + place) * ranks + rank) * micro_batch",
+        new="(((step * interleaved + place) * ranks + rank) * micro_batches + index) * micro_batch",
         test="pure/test_ledger.py::test_samples_partition_the_block",
     ),
     Mutant(

@@ -49,8 +49,8 @@ OBSERVE = (
         id="observe/earlier-files-not-moved",
         bug="the event files of the last run are not moved: two runs are read as one",
         file="observe/events.py",
-        old="            move_aside(files_to_move(",
-        new="            list(files_to_move(",
+        old="            move_aside(old, self._number_of_earlier)",
+        new="            list(old)",
         test="pure/test_event_log.py::test_files_of_earlier_run_get_same_number",
     ),
     Mutant(

@@ -55,6 +55,7 @@ class Step:
             _should_request_meeting=lambda: False,
             _land_unless_in_forward=(lambda: None) if lands_in_forward else self._land_all,
             _common_stop=anything(after_step=self._record("stop?")),
+            elastic=None, _report_progress=lambda: None,
             _end_warmup_if_due=lambda: self.calls.append("end?"),
             _board=anything(is_seen=False, heartbeat=anything(steps_of_others=0)),
             _flags=anything(post=lambda flags, steps: None, read=lambda: Flag.MEET),
@@ -121,7 +122,7 @@ class Round:
         checks_commit: bool = False,
     ) -> None:  # fmt: skip
         self.calls: list[str] = []
-        plan = anything(outcome=outcome, landing=DIRECT_COPY)
+        plan = anything(outcome=outcome, landing=DIRECT_COPY, samples=0)
         syncs = anything(
             of_units=lambda selection: [],
             prepare=lambda plan, began, waited, *, checks_commit: self.calls.append("prepare"),
@@ -132,12 +133,15 @@ class Round:
         engine = anything(
             state=anything(
                 timeout=anything(after_round=lambda: None),
-                apply=lambda plan, reporter: self.calls.append("apply"),
+                apply=lambda plan, reporter, samples: self.calls.append("apply"),
             ),
             syncs=syncs, settings=anything(landing=DIRECT_COPY, checks_commit=checks_commit),
             reporter=None,
-            _plan_round=lambda meeting: (plan, 0.0), _sync_plan=lambda plan, selection: None,
-            _commit=lambda plan: self.calls.append("commit"), _land=lambda syncs: None,
+            _plan_round=lambda meeting: (plan, 0.0), _land=lambda syncs: None, elastic=None,
+            _outcomes=anything(
+                sync_plan=lambda plan, selection: None,
+                commit=lambda plan: self.calls.append("commit"),
+            ),
             _land_unless_in_forward=lambda: None, _lands_in_forward=lands_in_forward,
         )  # fmt: skip
         self.has_synced = EditEngine._meet_once(engine, anything(selection=None))

@@ -32,7 +32,8 @@ FROZEN = {
     "sync_backend": "auto", "digest_interval": 10, "check_commits": False, "log_dir": None,
     "log_units_to_tensorboard": False, "inner_state": "all", "timeout_seconds": None,
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
-    "final_sync_fraction": 0.0, "stl_stages": 3,
+    "final_sync_fraction": 0.0, "stl_stages": 3, "hub": None, "replica_name": None,
+    "nominal_replicas": None, "min_replicas": 1, "hub_token_file": None,
 }  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"
@@ -182,7 +183,7 @@ def test_help_texts_contain_no_literal_numbers() -> None:
     makers = ("_setting", "_preset")
     texts = [
         part.value
-        for node in ast.walk(TREES["config.py"])
+        for node in ast.walk(TREES["config_fields.py"])
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in makers
         for part in ast.walk(node.args[1])
         if isinstance(part, ast.Constant) and isinstance(part.value, str)

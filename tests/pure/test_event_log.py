@@ -130,7 +130,7 @@ def report(**changes: Any) -> Any:
         "inner_steps": (4, 6), "samples": (400, 600), "wire_bytes": 2_000_000,
         "state_bytes": 8, "seconds": {
             "wait": 0.0012, "exchange": 1.0, "outer": 0.1, "exposed": 0.0346, "total": 1.5
-        }, **changes,
+        }, "samples_of_all": 1000, "members": (), "epoch": None, **changes,
     })  # fmt: skip
 
 

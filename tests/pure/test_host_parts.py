@@ -232,9 +232,12 @@ def test_copies_are_counted_once_in_norms(rank: int, monkeypatch: pytest.MonkeyP
 def test_resumed_round_continues_with_its_blocks() -> None:
     """Catches a sampler that restarts the round, or reads blocks of another replica."""
     assignment, order = BlockAssignment(2, 5), SampleOrder(4)
-    engine: Any = anything(status=anything(assignment=assignment, inner_steps=1))
+    status = anything(
+        block=lambda step: assignment.block(1, step), inner_steps=1, assignment_epoch=0
+    )
+    engine: Any = anything(status=status)
     share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
-    sampler = AssignedSampler(engine, 1, share, order)
+    sampler = AssignedSampler(engine, share, order)
     assert list(sampler) == [[4 + 6, 4 + 7]]  # its blocks are 1 and 3; 1 is done
     engine.status.inner_steps = 0
     assert list(sampler) == [[6, 7], [10, 11]]

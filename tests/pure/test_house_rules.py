@@ -25,7 +25,7 @@ LAYERS = (
     ("constants.py", "errors.py", "launched.py", "atomic_files.py"),
     ("saved_state.py", "versions.py", "method"),
     ("flags.py",),
-    ("comm", "checkpoint", "elastic"),
+    ("comm", "checkpoint", "elastic", "config_fields.py"),
     ("engine", "config.py"),  # independent of each other; host/settings.py connects them
     ("command_line.py", "observe"),
     ("host",),
@@ -37,9 +37,11 @@ ENGINE = "megatron_edit.engine"
 MAX_ANY_IN_HOST = 120
 # All modules of the package that the engine may import, directly or indirectly. `flags` is needed
 # for flag names in error messages of comm/; the engine itself does not use it.
-BELOW_ENGINE = {"constants", "errors", "flags", "saved_state", "method", "comm", "engine"}
+BELOW_ENGINE = {
+    "constants", "errors", "flags", "saved_state", "method", "comm", "elastic", "engine"
+}  # fmt: skip
 # Attributes of the engine whose own attributes host/ may use.
-EXPOSED = {"clock", "settings", "status"}
+EXPOSED = {"clock", "elastic", "settings", "status"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # Beginnings of docstrings that only refer elsewhere: "See `X`.", "As torch's.", "As X has it."
 REFERENCE = re.compile(r"see\b|(as|like) \S+('s[.;,]| has it\b)", re.IGNORECASE)

@@ -9,15 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from megatron_edit.elastic import agent
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.elastic.journal import Journal, read_journal
 from megatron_edit.tools.cli import main
+from megatron_edit.tools.cli.hub import status_lines
 from tests.harness.hub import PretendingReplica
 
 MAIN = "import sys; from megatron_edit.tools.cli import main; sys.exit(main())"
@@ -56,6 +59,48 @@ def test_hub_serves_a_run_and_ends_cleanly(
         hub.send_signal(signal.SIGTERM)
         assert hub.wait(10) == 0
     assert [e.event for e in read_journal(tmp_path)].count("commit") == 3
+
+
+def test_status_for_people() -> None:
+    member = {"name": "b", "state": "training", "connected": True, "step": 7}
+    status = {
+        "term": 1, "epoch": 2, "round": 3, "samples": 12, "phase": "gather", "stopping": True,
+        "leader": "b", "epoch_members": ["a", "b"],
+        "members": [
+            member | {"seconds_since_progress": 1.6},
+            member | {"name": "c", "connected": False, "seconds_since_progress": 0.0},
+        ],
+    }  # fmt: skip
+    assert status_lines(status) == [
+        "term 1, epoch 2, round 3, 12 samples, gather, ends after the next commit",
+        "members of the epoch: a, b; leader: b",
+        "  b: training, step 7, last progress 2 s ago",
+        "  c: training, step 7, last progress 0 s ago, not connected",
+    ]
+
+
+def test_frozen_hub_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay, and nothing comes over them. When it goes on, the run does."""
+    monkeypatch.setattr(agent, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(agent, "CONNECT_SECONDS", 0.5)
+    with started(tmp_path) as (hub, address):
+        replicas = [
+            PretendingReplica(address, name, 2, 40, step_seconds=0.1).start() for name in "ab"
+        ]
+        assert hub.stdout is not None
+        while not hub.stdout.readline().startswith("hub: commit"):
+            pass
+        sessions = [replica.agent._session for replica in replicas]
+        hub.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10.0
+        while any(r.agent._session is s for r, s in zip(replicas, sessions, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        hub.send_signal(signal.SIGCONT)
+        for replica in replicas:
+            replica.join()
+    commits = [e.fields["round"] for e in read_journal(tmp_path) if e.event == "commit"]
+    assert commits == list(range(40))
 
 
 def test_killed_hub_goes_on_when_started_again(tmp_path: Path) -> None:

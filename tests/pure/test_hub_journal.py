@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +32,7 @@ def test_lines_are_read_back_in_order(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     journal.append(2, 5, "end", reason="finished")
     entries = read_journal(tmp_path)
-    assert entries == journal.entries
+    assert entries == list(journal.entries())
     assert [entry.seq for entry in entries] == [1, 2, 3, 4]
     assert [entry.term for entry in entries] == [1, 1, 1, 2]
     assert entries[3].fields == {"reason": "finished"} and entries[3].epoch == 5
@@ -49,10 +51,11 @@ def test_torn_last_line_is_cut_off(tmp_path_factory: pytest.TempPathFactory, kep
     size = kept % (len(whole) + 1)
     path.write_bytes(whole[:size])
     journal = Journal.open(folder)
-    assert len(journal.entries) == whole[:size].count(b"\n")
+    kept = whole[:size].count(b"\n")
+    assert len(list(journal.entries())) == kept
     journal.append(2, 0, "open")
     journal.close()
-    assert [entry.seq for entry in read_journal(folder)] == list(range(1, len(journal.entries) + 1))
+    assert [entry.seq for entry in read_journal(folder)] == list(range(1, kept + 2))
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "moved", "no JSON", "no field"])
@@ -112,3 +115,49 @@ def test_line_that_may_not_be_durable_ends_the_hub(
         monkeypatch.setattr(os, "pread", lambda *given: read(*given).replace(b"e", b"f"))
     with pytest.raises(JournalError):
         journal.append(1, 0, "commit")
+    monkeypatch.undo()
+    with pytest.raises(JournalError, match="an earlier line may not be on the disk"):
+        journal.append(1, 0, "commit")
+
+
+def test_lines_are_synced_before_they_are_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub before may have ended between writing a line and syncing it."""
+    write_lines(tmp_path, 3)
+    done: list[str] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            done.append(what)
+            return function(*given)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", noting("sync", os.fsync))
+    monkeypatch.setattr(os, "pread", noting("read", os.pread))
+    Journal.open(tmp_path).close()
+    assert done[:3] == ["sync", "sync", "read"]  # file and folder
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "I/O error")))
+    with pytest.raises(UsageError, match="cannot be synced"):
+        Journal.open(tmp_path)
+
+
+def test_entries_of_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    Journal.open(tmp_path / "a" / "b").close()
+    assert {str(tmp_path / "a" / "b"), str(tmp_path / "a"), str(tmp_path)} <= set(synced)
+
+
+def test_open_journal_keeps_its_last_lines_only(tmp_path: Path) -> None:
+    write_lines(tmp_path, 3)
+    journal = Journal.open(tmp_path)
+    end = journal.append(2, 5, "end", reason="finished")
+    assert journal.last == end
+    assert journal.last_commit is not None and journal.last_commit.fields["round"] == 2
+    run = journal.run
+    journal.close()
+    again = Journal.open(tmp_path)
+    assert again.run == run and len(run) == 16 and again.last == end
+    again.close()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from megatron_edit.elastic.hub_state import HubState, LeaveReason, Phase
-from megatron_edit.elastic.machine import Disconnected, Late, Lost, Record, Send, Stop, step
+from megatron_edit.elastic.hub_state import LeaveReason, Phase
+from megatron_edit.elastic.inputs import (
+    Disconnected,
+    EpochOverdue,
+    Late,
+    Lost,
+    OpeningOverdue,
+    Stop,
+)
+from megatron_edit.elastic.machine import FENCED_BECAUSE, MAX_RETRIES
 from megatron_edit.elastic.messages import (
     Abandon,
-    Arrive,
-    Commit,
     End,
     Failed,
     Fenced,
@@ -18,62 +23,16 @@ from megatron_edit.elastic.messages import (
     FormEpoch,
     Go,
     Heal,
-    Healed,
-    Hello,
+    Leave,
     Ready,
+    Refused,
     Welcome,
 )
-
-
-class Run:
-    """A hub that takes inputs, and what it has sent since the last one."""
-
-    def __init__(self, *names: str, rounds: int = 0) -> None:
-        self.state, self.sent, self.records = HubState(), dict[str, list[Any]](), list[str]()
-        for name in names:
-            self.take(name, self.hello(name, len(names)))
-        for name in names:
-            self.take(name, Formed(1))
-        for _ in range(rounds):
-            self.exchange(*names)
-
-    @staticmethod
-    def hello(name: str, nominal: int, incarnation: str = "1", **more: Any) -> Hello:
-        given = {"is_fresh": True, "applied": 0} | more
-        return Hello(name, incarnation, "layout", nominal, 1, (name,), **given)
-
-    def take(self, name: str, given: Any) -> None:
-        self.state, outputs = step(self.state, name, given)
-        self.sent, self.records = {}, []
-        for output in outputs:
-            if isinstance(output, Send):
-                self.sent.setdefault(output.name, []).append(output.message)
-            elif isinstance(output, Record):
-                self.records.append(output.event)
-
-    def arrive(self, *names: str) -> None:
-        for name in names:
-            self.take(name, Arrive(self.state.round, (name,)))
-
-    def ready(self, name: str) -> None:
-        state = self.state
-        self.take(name, Ready(state.epoch, state.round, "plan", (f"d{state.round}",), 0, ()))
-
-    def exchange(self, *names: str) -> None:
-        self.arrive(*names)
-        for name in names:
-            self.ready(name)
-        assert all(self.sent[name] == [Commit(self.state.round - 1)] for name in names)
-
-    def join(self, name: str, nominal: int) -> None:
-        """A replica joins, and holds the state."""
-        self.take(name, self.hello(name, nominal, "2"))
-        assert isinstance(self.sent[name][-1], Heal)
-        self.take(name, Healed(self.state.round, self.state.digest))
+from tests.harness.hub import HubDecisions
 
 
 def test_arrival_of_a_joiner_survives_an_abandoned_exchange() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.arrive("a", "b")
     run.join("c", 2)
     run.arrive("c")
@@ -84,7 +43,7 @@ def test_arrival_of_a_joiner_survives_an_abandoned_exchange() -> None:
 
 
 def test_plan_of_a_round_does_not_change_by_a_stop() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.arrive("a", "b")
     assert run.sent["a"] == [Go(1, 1, is_last=False)]
     run.take("b", Disconnected())
@@ -95,29 +54,29 @@ def test_plan_of_a_round_does_not_change_by_a_stop() -> None:
 
 
 def test_failure_that_a_restarted_hub_hears_of_is_answered() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.state = replace(run.state, phase=Phase.GATHER, is_epoch_used_up=True)
     run.take("a", Failed(1))
     assert run.sent == {"a": [Abandon(1)]}
-    warmup = Run("a", "b")
+    warmup = HubDecisions("a", "b")
     warmup.take("b", Failed(1))
     assert warmup.sent["a"] == [End("the replicas cannot reach each other", 4)]
 
 
 def test_new_incarnation_is_not_fenced_for_the_old_one() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.take("b", Disconnected())
     run.take("b", run.hello("b", 2, "2"))
     assert [type(message) for message in run.sent["b"]] == [Welcome, Heal]
     assert run.records == ["leave", "join"]
-    warmup = Run("a", "b")
+    warmup = HubDecisions("a", "b")
     warmup.take("b", Disconnected())
     warmup.take("b", warmup.hello("b", 2, "2"))
     assert warmup.records == ["end"] and isinstance(warmup.sent["b"][-1], End)
 
 
 def test_joiner_outside_of_the_epoch_is_not_told_to_form_it() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.take("b", Lost())
     run.arrive("a")
     assert run.state.phase is Phase.FORM and run.state.members == ("a",)
@@ -131,7 +90,7 @@ def test_joiner_outside_of_the_epoch_is_not_told_to_form_it() -> None:
 
 
 def test_late_joiner_is_not_waited_for() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.take("c", run.hello("c", 2, "2"))
     run.arrive("a", "b")
     assert run.sent == {} and run.state.phase is Phase.GATHER
@@ -140,7 +99,7 @@ def test_late_joiner_is_not_waited_for() -> None:
 
 
 def test_donors_that_reconnect_are_named_to_those_who_copy() -> None:
-    run = Run("a", rounds=1)
+    run = HubDecisions("a", rounds=1)
     run.take("a", Disconnected())
     run.take("c", run.hello("c", 1, "2"))
     assert [type(message) for message in run.sent["c"]] == [Welcome]
@@ -149,7 +108,7 @@ def test_donors_that_reconnect_are_named_to_those_who_copy() -> None:
 
 
 def test_late_replica_learns_how_the_run_has_ended() -> None:
-    run = Run("a", "b")
+    run = HubDecisions("a", "b")
     run.take("b", Lost(LeaveReason.LOST))
     reason = "b was lost before the first commit"
     assert run.sent["a"] == [End(reason, 4)]
@@ -158,7 +117,211 @@ def test_late_replica_learns_how_the_run_has_ended() -> None:
 
 
 def test_replica_that_waits_for_others_is_fenced_when_it_is_lost() -> None:
-    run = Run("a", "b", rounds=1)
+    run = HubDecisions("a", "b", rounds=1)
     run.arrive("a")
     run.take("a", Lost(LeaveReason.EVICTED))
-    assert run.sent["a"] == [Fenced("the hub has taken it for evicted")]
+    assert run.sent["a"] == [Fenced(FENCED_BECAUSE[LeaveReason.EVICTED])]
+
+
+def test_leader_is_the_member_that_joined_first() -> None:
+    run = HubDecisions("b", "a", rounds=1)
+    assert run.state.leader == "b"
+    run.take("b", Lost())
+    run.arrive("a")
+    assert run.sent["a"] == [FormEpoch(1, 2, ("a",), (("a",),), leader="a")]
+    run.take("a", Formed(2))
+    run.ready("a")
+    run.join("b", 2)
+    run.arrive("a", "b")
+    assert run.sent["b"] == [FormEpoch(1, 3, ("a", "b"), (("a",), ("b",)), leader="a")]
+
+
+def test_stop_is_not_forgotten_by_a_restarted_hub() -> None:
+    run = HubDecisions("a", "b", rounds=1)
+    run.take("", Stop())
+    assert run.records == ["stop"]
+    run.take("", Stop())
+    assert run.records == []
+    run.restart()
+    assert run.state.is_stopping
+    for name in "ab":
+        run.take(name, run.hello(name, 2, is_fresh=False, applied=1, digest="d0", epoch=1))
+    run.arrive("a", "b")
+    run.take("a", Formed(2))
+    run.take("b", Formed(2))
+    assert run.sent["a"] == [Go(2, 1, is_last=True)]
+
+
+def test_signal_in_the_warmup_ends_the_run_without_an_error() -> None:
+    run = HubDecisions("a", "b")
+    run.take("b", Leave("signal"))
+    assert run.records == ["end"]
+    assert run.sent["a"] == [End("b was asked to end before the first commit", 0)]
+    later = HubDecisions("a", "b", rounds=1)
+    later.take("b", Leave("signal"))
+    assert later.records == ["leave"] and later.sent == {}
+    other = HubDecisions("a", "b", rounds=1)
+    other.take("b", Leave("something else"))
+    assert other.journal[-1].fields["reason"] == LeaveReason.LOST
+
+
+def fail(run: HubDecisions, *reports: tuple[str, tuple[str, ...]]) -> None:
+    """An exchange begins, and these replicas report that it has failed, with whom."""
+    run.arrive(*run.state.members)
+    if run.state.phase is Phase.FORM:
+        for name in run.state.members:
+            run.take(name, Formed(run.state.epoch))
+    assert run.state.phase is Phase.EXCHANGE
+    for name, lost in reports:
+        run.take(name, Failed(run.state.epoch, lost))
+
+
+def test_exchange_that_fails_without_names_costs_who_reports_most() -> None:
+    run = HubDecisions("a", "b", "c", rounds=1)
+    for name in "aab":
+        assert set(run.state.members) == {"a", "b", "c"}
+        fail(run, (name, ()), ("c", ()))
+    assert run.journal[-1].fields == {"name": "a", "reason": "evicted"}
+    assert [member.name for member in run.state.roster] == ["b", "c"]
+
+
+def test_newest_of_several_goes() -> None:
+    run = HubDecisions("c", "b", "a", rounds=1)
+    for name in "abc":
+        fail(run, (name, ()))
+    assert [member.name for member in run.state.roster] == ["b", "c"]
+    named = HubDecisions("c", "b", "a", rounds=1)
+    for _ in range(MAX_RETRIES + 1):
+        fail(named, ("a", ("b", "a", "gone")), ("c", ("b",)))
+    assert [member.name for member in named.state.roster] == ["a", "c"]
+
+
+def test_failures_come_to_an_end() -> None:
+    """Also where no replica says anything, and the last one goes."""
+    run = HubDecisions("a", "b", rounds=1)
+    for _ in range(2 * (MAX_RETRIES + 1)):
+        fail(run)
+        run.take("", EpochOverdue(run.state.epoch))
+    assert run.state.phase is Phase.OPENING and run.state.roster == ()
+
+
+def test_results_that_differ_again_and_again_end_the_run() -> None:
+    run = HubDecisions("a", "b", "c", rounds=1)
+    for number in range(100):
+        fail(run)
+        for name in "abc":
+            digest = "x" if name == "ab"[number % 2] else "y"
+            run.take(name, Ready(run.state.epoch, 1, "plan", (digest,), 0, ()))
+        if run.state.phase is Phase.ENDED:
+            break
+    assert run.state.end == ("the replicas' results differ", 3)
+
+
+def test_who_does_not_form_the_groups_goes() -> None:
+    run = HubDecisions("a", "b", "c", rounds=1)
+    fail(run, ("a", ()))
+    run.arrive("a", "b", "c")
+    assert run.state.phase is Phase.FORM
+    run.take("", EpochOverdue(1))
+    assert run.state.phase is Phase.FORM, "of an earlier epoch"
+    run.take("a", Formed(2))
+    run.take("", EpochOverdue(2))
+    assert run.sent["b"][-1] == run.sent["c"][-1] == Fenced(FENCED_BECAUSE[LeaveReason.EVICTED])
+    assert run.sent["a"] == [Abandon(2)]
+    first = HubDecisions()
+    for name in "ab":
+        first.take(name, first.hello(name, 2))
+    first.take("a", Formed(1))
+    first.take("", EpochOverdue(1))
+    assert first.records == ["end"] and first.state.end[1] == 4
+
+
+def test_exchange_with_results_is_not_abandoned_by_the_clock() -> None:
+    run = HubDecisions("a", "b", rounds=1)
+    run.arrive("a", "b")
+    run.ready("a")
+    run.take("", EpochOverdue(1))
+    assert run.state.phase is Phase.EXCHANGE and run.sent == {}
+
+
+def test_run_begins_early_unless_a_founder_needs_all() -> None:
+    for needs_all in (False, True):
+        run = HubDecisions()
+        run.take("a", run.hello("a", 3))
+        run.take("b", run.hello("b", 3, needs_all=needs_all))
+        run.take("", OpeningOverdue())
+        assert (run.state.phase is Phase.FORM) != needs_all
+        run.take("c", run.hello("c", 3))
+        assert run.state.members == (("a", "b", "c") if needs_all else ("a", "b"))
+    # What a founder needs is known again once it is back, and nothing begins before.
+    run = HubDecisions()
+    run.take("a", run.hello("a", 2, needs_all=True))
+    run.restart()
+    run.take("", OpeningOverdue())
+    run.take("a", run.hello("a", 2, needs_all=True))
+    run.take("", OpeningOverdue())
+    assert run.state.phase is Phase.OPENING
+
+
+def test_joiner_of_the_first_round_copies_after_its_commit() -> None:
+    run = HubDecisions()
+    run.take("a", run.hello("a", 2))
+    run.take("", OpeningOverdue())
+    run.take("b", run.hello("b", 2))
+    assert run.sent["b"] == [Welcome(1, 0, is_joiner=True)]
+    run.take("a", Formed(1))
+    run.arrive("a")
+    run.ready("a")
+    assert run.sent["b"] == [Heal(1, "d0", ("a",))]
+
+
+def test_training_starts_again_from_committed_states_only() -> None:
+    run = HubDecisions("a", rounds=2)
+    run.take("a", Lost())
+    assert run.state.phase is Phase.OPENING
+    run.take("a", run.hello("a", 1, "2", applied=1, digest="other"))
+    (refused,) = run.sent["a"]
+    assert isinstance(refused, Refused) and "no commit" in refused.rule
+    run.take("a", run.hello("a", 1, "2", applied=1, digest="d0"))
+    assert run.records == ["open", "join", "epoch"] and run.state.lineage == 1
+    # The second commit is void now, and a checkpoint of it is still of this run.
+    run.take("a", Lost())
+    if run.state.phase is not Phase.OPENING:
+        run.take("a", Formed(run.state.epoch))
+    assert run.state.is_known(2, "d1") and run.state.is_known(0, "")
+    assert not run.state.is_known(1, "d1") and not run.state.is_known(0, "d0")
+    run.restart()
+    assert run.state.is_known(2, "d1") and not run.state.is_known(1, "d1")
+
+
+def test_new_journal_accepts_any_checkpoint() -> None:
+    run = HubDecisions()
+    run.take("a", run.hello("a", 1, applied=80, digest="d79"))
+    assert run.records == ["open", "join", "epoch"] and run.state.round == 80
+    run.take("a", Formed(1))
+    run.take("a", Lost())
+    assert run.state.phase is Phase.OPENING
+    assert run.state.is_known(80, "d79") and not run.state.is_known(90, "d89")
+
+
+def test_end_of_the_journal_names_the_holes() -> None:
+    run = HubDecisions("a", "b", rounds=1)
+    run.arrive("a", "b")
+    for name in "ab":
+        run.take(name, Ready(1, 1, "plan", ("d1",), 8, (), is_over=True, holes=((3, 2), (9, 1))))
+    run.restart()
+    for name in "ab":
+        run.take(name, run.hello(name, 2, is_fresh=False, applied=2, digest="d1", epoch=1))
+        run.take(name, Leave("finished"))
+    end = run.journal[-1]
+    assert (end.event, end.fields["holes"]) == ("end", [[3, 2], [9, 1]])
+
+
+def test_nothing_is_decided_after_the_end() -> None:
+    run = HubDecisions("a", "b")
+    run.take("b", Lost())
+    assert run.records == ["end"]
+    for given in (Lost(), Leave("signal"), Stop(), EpochOverdue(1), Disconnected()):
+        run.take("a", given)
+        assert run.records == [] and run.sent == {}
+    assert [each.is_connected for each in run.state.roster] == [False, True]

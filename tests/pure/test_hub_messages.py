@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -24,6 +25,8 @@ from megatron_edit.elastic.channel import (
 )
 from megatron_edit.elastic.messages import (
     KINDS,
+    MAX_CHARACTERS,
+    MAX_ITEMS,
     AliveMessage,
     Commit,
     FormEpoch,
@@ -36,11 +39,15 @@ from megatron_edit.elastic.messages import (
     encode,
 )
 
-HELLO = Hello("node-1", "ab", "layout", 4, 2, ("tcp://a", "tcp://b"), True, 3, "digest", 2, True)
-READY = Ready(2, 3, "plan", ("d0", "d1"), 96, (("a", ((0, 4), (9, 1))), ("b", ())), True)
+HELLO = Hello(
+    "node-1", "ab", "layout", 4, 2, ("tcp://a", "tcp://b"), True, 3, "digest", 2, True, True
+)  # fmt: skip
+READY = Ready(
+    2, 3, "plan", ("d0", "d1"), 96, (("a", ((0, 4), (9, 1))), ("b", ())), True, ((5, 2),)
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("message", [HELLO, READY, AliveMessage(3, 4)])
+@pytest.mark.parametrize("message", [HELLO, READY, AliveMessage(3, 4, 5)])
 def test_message_arrives_as_it_was_sent(message: Any) -> None:
     assert decode(encode(message), FromReplica) == message
 
@@ -54,12 +61,13 @@ def test_all_kinds_have_names_of_their_own() -> None:
     [
         (b"", "JSON text"), (b"\xff", "JSON text"), (b"[" * 100_000, "JSON text"),
         (b"[]", "JSON object"), (b"{}", "this kind"), (b'{"kind": "Nothing"}', "this kind"),
-        (b'{"kind": ["Commit"]}', "this kind"), (encode(Commit(1)), "this kind"),
+        (b'{"kind": ["Commit"]}', "this kind"), (encode(Commit(1, 1, "d")), "this kind"),
         (b'{"kind": "AliveMessage", "step": 1}', "other fields"),
-        (b'{"kind": "AliveMessage", "step": 1, "batches": 2, "x": 3}', "other fields"),
-        (b'{"kind": "AliveMessage", "step": true, "batches": 2}', r"\.step: not of type int"),
-        (b'{"kind": "AliveMessage", "step": "1", "batches": 2}', r"\.step: not of type int"),
+        (encode(AliveMessage(1)).replace(b"}", b',"x":3}'), "other fields"),
+        (encode(AliveMessage(1)).replace(b"1", b"true"), r"\.step: not of type int"),
+        (encode(AliveMessage(1)).replace(b"1", b'"1"'), r"\.step: not of type int"),
         (encode(AliveMessage(1)).replace(b"1", b"1.0"), "not of type int"),
+        (encode(AliveMessage(1 << 64)), r"\.step: more than 63 bits"),
         (encode(HELLO).replace(b"node-1", b"node 1"), "letters, digits"),
         (encode(HELLO).replace(b"node-1", b""), "letters, digits"),
         (encode(HELLO).replace(b'"tcp://b"', b"5"), "Hello.handles: not of type str"),
@@ -70,6 +78,20 @@ def test_all_kinds_have_names_of_their_own() -> None:
 def test_other_bytes_are_refused(payload: bytes, rule: str) -> None:
     with pytest.raises(MessageError, match=rule):
         decode(payload, FromReplica)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_long_fields_are_refused(count: int) -> None:
+    """At the limit they are accepted."""
+    texts = replace(READY, plan="p" * (MAX_CHARACTERS + count))
+    lists = replace(READY, digests=("",) * (MAX_ITEMS + count))
+    if not count:
+        assert [decode(encode(each), FromReplica) for each in (texts, lists)] == [texts, lists]
+        return
+    with pytest.raises(MessageError, match=f"Ready.plan: more than {MAX_CHARACTERS} characters"):
+        decode(encode(texts), FromReplica)
+    with pytest.raises(MessageError, match=f"Ready.digests: more than {MAX_ITEMS} items"):
+        decode(encode(lists), FromReplica)
 
 
 @given(st.binary(max_size=200), st.integers(min_value=0))
@@ -103,7 +125,7 @@ def body(frame: bytes) -> bytes:
 def test_frames_arrive_in_order() -> None:
     hub, peer = codecs()
     for number in range(3):
-        text = encode(FormEpoch(1, number, ("a",), (("h",),)))
+        text = encode(FormEpoch(1, number, ("a",), (("h",),), "a"))
         assert peer.decode(body(hub.encode(text))) == text
         assert hub.decode(body(peer.encode(b"x"))) == b"x"
 

@@ -20,9 +20,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megatron_edit.elastic.hub_state import HubState, Phase, replay
+from megatron_edit.elastic.inputs import (
+    Disconnected,
+    EpochOverdue,
+    Lost,
+    OpeningOverdue,
+    Record,
+    Send,
+    Stop,
+)
 from megatron_edit.elastic.journal import JournalEntry
-from megatron_edit.elastic.machine import Disconnected, Lost, Record, Send, step
-from megatron_edit.elastic.messages import Commit, Hello, Ready
+from megatron_edit.elastic.machine import step
+from megatron_edit.elastic.messages import Commit, End, Hello, Ready
 from megatron_edit.elastic.replica import (
     Connected,
     Exchanged,
@@ -39,7 +48,8 @@ from megatron_edit.elastic.replica import (
 )
 
 Queue = tuple[Any, ...]
-AT_MEETING = RoundDue(())
+AT_MEETING = RoundDue(("handle",))
+CHECKPOINT = "/checkpoint"  # digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +78,13 @@ class World:
 
 
 def hello(index: int, start: int, applied: int, num: int) -> Hello:
-    return Hello("abc"[index], f"{start}", "layout", num, 1, ("abc"[index],), True, applied)
+    """Of a replica that begins anew, or from a checkpoint after one commit."""
+    name, digest = "abc"[index], CHECKPOINT if applied else ""
+    return Hello(name, f"{start}", "layout", num, 1, (name,), True, applied, digest)
 
 
-def beginning(num: int, faults: int) -> World:
-    peers = tuple(Peer(ReplicaState.fresh(hello(i, 1, 0, num))) for i in range(num))
+def beginning(num: int, faults: int, applied: int = 0) -> World:
+    peers = tuple(Peer(ReplicaState.fresh(hello(i, 1, applied, num))) for i in range(num))
     return World(HubState(), (line("open", 1, 0, HubState().open_fields),), peers, faults)
 
 
@@ -105,7 +117,9 @@ def check_orders(world: World, index: int, before: ReplicaState, result: Outcome
             commits = [e for e in entries(world.journal) if e.event == "commit"]
             commit = [e for e in commits if e.fields["round"] == order.round][-1]
             assert before.hello.name in commit.fields["members"]
-            assert commit.fields["digest"] == result.state.digest
+            assert commit.fields["digest"] == order.digest == result.state.digest
+            assert (commit.epoch, before.ready is not None) == (order.epoch, True)
+        assert not (isinstance(order, End) and "not this replica's" in order.reason)
 
 
 def hub_steps(world: World, name: str, given: Any, *, may_crash: bool) -> Iterator[World]:
@@ -126,7 +140,10 @@ def hub_steps(world: World, name: str, given: Any, *, may_crash: bool) -> Iterat
 
 def deliver_to(world: World, send: Send) -> World:
     for index, peer in enumerate(world.peers):
-        if peer.state.hello.name == send.name and peer.is_linked and peer.is_alive:
+        # The hub knows a connection only after the `Hello` that comes first over it.
+        is_known = not (peer.to_hub and isinstance(peer.to_hub[0], Hello))
+        is_there = peer.is_linked and peer.is_alive and is_known
+        if peer.state.hello.name == send.name and is_there:
             return world.with_peer(index, replace(peer, from_hub=(*peer.from_hub, send.message)))
     return world
 
@@ -214,7 +231,8 @@ def takes_part(peer: Peer, state: ReplicaState) -> bool:
 def has_left(peer: Peer, state: ReplicaState) -> bool:
     """Whether another replica will not take part any more."""
     other = peer.state
-    if not peer.is_alive or other.task in (Task.ENDED, Task.FAILED) or other.epoch > state.epoch:
+    gone = (Task.ENDED, Task.FAILED, Task.COPY)
+    if not peer.is_alive or other.task in gone or other.epoch > state.epoch:
         return True
     return (
         state.task is Task.EXCHANGE
@@ -234,7 +252,8 @@ def copies(world: World, index: int, state: ReplicaState) -> Iterator[World]:
     """A joiner copies what a replica that has applied holds."""
     for peer in world.peers:
         donor = peer.state
-        if peer.is_alive and donor.applied > 0 and donor.hello.name != state.hello.name:
+        is_donor = donor.applied > 0 and donor.has_begun
+        if peer.is_alive and is_donor and donor.hello.name != state.hello.name:
             yield outcome(world, index, report(state, StateCopied(donor.applied, donor.digest, ())))
 
 
@@ -254,6 +273,12 @@ def faults(world: World) -> Iterator[World]:
                 )
         if (member := world.hub.member(peer.state.hello.name)) and member.is_connected:
             yield from hub_steps(less, member.name, Lost(), may_crash=False)
+        if peer.is_alive:
+            yield outcome(less, index, report(peer.state, Quit("signal")))
+    if world.hub.phase is Phase.OPENING and world.hub.roster:
+        yield from hub_steps(less, "", OpeningOverdue(), may_crash=False)
+    elif world.hub.phase in (Phase.FORM, Phase.EXCHANGE):
+        yield from hub_steps(less, "", EpochOverdue(world.hub.epoch), may_crash=False)
     yield crash(world)
 
 
@@ -262,7 +287,8 @@ def returns(world: World, num: int) -> Iterator[World]:
     for index, peer in enumerate(world.peers):
         is_gone = not peer.is_alive or peer.state.task is Task.ENDED
         if is_gone and peer.starts < 2 and not peer.to_hub and world.hub.phase is not Phase.ENDED:
-            fresh = ReplicaState.fresh(hello(index, peer.starts + 1, 0, num))
+            applied = peer.state.hello.applied
+            fresh = ReplicaState.fresh(hello(index, peer.starts + 1, applied, num))
             yield world.with_peer(index, Peer(fresh, starts=peer.starts + 1))
 
 
@@ -273,13 +299,16 @@ def check(world: World) -> None:
     for entry in entries(world.journal):
         if entry.event == "open":
             del commits[entry.fields["round"] :]
+            if len(commits) < entry.fields["round"]:
+                commits.append(CHECKPOINT)
+                ever.add(CHECKPOINT)
         elif entry.event == "commit":
             assert entry.fields["round"] == len(commits)
             commits.append(entry.fields["digest"])
             ever.add(commits[-1])
     for peer in world.peers:
         state, member = peer.state, world.hub.member(peer.state.hello.name)
-        if state.applied > 0:  # a replica that was cut off may hold what is void by now
+        if state.applied > 0 and state.has_begun:  # of one that was cut off, it may be void now
             assert state.digest in ever
         if member is not None and member.incarnation == state.hello.incarnation:
             assert state.applied <= 0 or state.digest == commits[state.applied - 1]
@@ -292,8 +321,10 @@ def is_over(world: World) -> bool:
     return all(ended) or (world.hub.phase is Phase.OPENING and any(ended))
 
 
-def explore(num: int, num_rounds: int, num_faults: int, *, returning: bool) -> dict[str, int]:
-    start = beginning(num, num_faults)
+def explore(
+    num: int, num_rounds: int, num_faults: int, *, returning: bool, applied: int = 0
+) -> dict[str, int]:
+    start = beginning(num, num_faults, applied)
     seen, todo, ends = {start}, deque([start]), {"states": 0, "complete": 0, "ended": 0}
     while todo:
         world = todo.popleft()
@@ -317,14 +348,17 @@ def explore(num: int, num_rounds: int, num_faults: int, *, returning: bool) -> d
 
 
 @pytest.mark.parametrize(
-    ("num", "rounds", "num_faults", "returning"),
-    [(1, 2, 2, True), (2, 2, 0, False), (2, 2, 1, False), (2, 1, 1, True)],
-)
+    ("num", "rounds", "num_faults", "returning", "applied"),
+    [
+        (1, 2, 2, True, 0), (2, 2, 0, False, 0), (2, 2, 1, False, 0), (2, 1, 1, True, 0),
+        (2, 2, 1, True, 1),
+    ],
+)  # fmt: skip
 def test_no_reachable_state_breaks_the_protocol(
-    num: int, rounds: int, num_faults: int, returning: bool
+    num: int, rounds: int, num_faults: int, returning: bool, applied: int
 ) -> None:
     """All states of small runs; each that nothing follows must be a regular end."""
-    ends = explore(num, rounds, num_faults, returning=returning)
+    ends = explore(num, rounds, num_faults, returning=returning, applied=applied)
     assert ends["complete"] > 0
 
 
@@ -347,6 +381,7 @@ class RandomRun(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = beginning(self.NUM, self.FAULTS)
+        self.is_stopping = False
 
     def choose(self, options: list[World], pick: int) -> None:
         if options:
@@ -357,6 +392,12 @@ class RandomRun(RuleBasedStateMachine):
         for pick in picks:
             self.choose(list(moves(self.world, self.ROUNDS)), pick)
             check(self.world)
+
+    @precondition(lambda self: self.world.hub.phase is not Phase.ENDED)
+    @rule()
+    def stop(self) -> None:
+        (self.world,) = hub_steps(self.world, "", Stop(), may_crash=False)
+        self.is_stopping = True
 
     @precondition(lambda self: self.world.faults > 0)
     @rule(pick=st.integers(0, 999))
@@ -370,6 +411,7 @@ class RandomRun(RuleBasedStateMachine):
     @invariant()
     def nothing_contradicts(self) -> None:
         check(self.world)
+        assert self.world.hub.is_stopping == self.is_stopping
 
     def teardown(self) -> None:
         """Without further faults every run comes to an end."""

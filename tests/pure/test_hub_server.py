@@ -10,16 +10,19 @@ import json
 import os
 import random
 import socket
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from megatron_edit.elastic import liveness, server
-from megatron_edit.elastic.agent import HubAddress, open_session, query
-from megatron_edit.elastic.channel import ChannelError
+from megatron_edit.elastic import agent, deadlines, liveness, server
+from megatron_edit.elastic.agent import Agent, HubAddress, open_session, query
+from megatron_edit.elastic.channel import HUB_ROLES, PEER, REPLICA, ChannelError
 from megatron_edit.elastic.journal import read_journal
-from megatron_edit.elastic.messages import End, Fenced, Refused
+from megatron_edit.elastic.messages import End, Fenced, Hello, Refused, encode
+from megatron_edit.elastic.replica import exit_of
 from tests.harness.hub import PretendingReplica, running_hub
 
 
@@ -39,11 +42,11 @@ def test_replicas_commit_rounds_and_finish(tmp_path: Path) -> None:
         replicas = [PretendingReplica(address, name, 3, 5).start() for name in "bca"]
         for replica in replicas:
             replica.join()
+        wait_until(lambda: read_journal(tmp_path)[-1].event == "end")
     found = commits(tmp_path)
     assert [each["round"] for each in found] == [0, 1, 2, 3, 4]
     assert all(each["members"] == ["a", "b", "c"] for each in found)
     assert len({replica.digest for replica in replicas}) == 1
-    assert read_journal(tmp_path)[-1].event == "end"
 
 
 @pytest.fixture
@@ -124,7 +127,7 @@ def test_two_that_differ_end_the_run(tmp_path: Path) -> None:
 
 
 def test_slow_copy_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "COPY_SECONDS", 0.5)
+    monkeypatch.setattr(deadlines, "COPY_SECONDS", 0.5)
     states: dict[int, str] = {}
     with running_hub(tmp_path) as (_, address):
         replicas = [
@@ -142,10 +145,10 @@ def test_slow_copy_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"nominal": 3}, "--edit-nominal-replicas 3: the run has 2"),
-        ({"minimum": 2}, "--edit-min-replicas 2: the hub has 1"),
-        ({"layout": "other"}, "model, layout or settings differ"),
-        ({"name": "a"}, "another replica of the name a takes part"),
+        ({"nominal": 3}, "--edit-nominal-replicas 3: the run has 2;"),
+        ({"minimum": 2}, "--edit-min-replicas 2: the hub has 1;"),
+        ({"layout": "other"}, "replica b: its model or settings differ"),
+        ({"name": "a"}, "replica a: another replica of this name takes part;"),
     ],
 )
 def test_replica_that_does_not_fit_is_refused(
@@ -158,7 +161,8 @@ def test_replica_that_does_not_fit_is_refused(
         other = PretendingReplica(address, **given).start()  # type: ignore[arg-type]
         other.join()
         last = other.orders[-1]
-        assert isinstance(last, Refused) and last.rule.startswith(rule)
+        assert isinstance(last, Refused) and exit_of(last)[0] == 2
+        assert exit_of(last)[1].startswith(rule)
         second = PretendingReplica(address, "b", 2, 4).start()
         for replica in (first, second):
             replica.join()
@@ -173,9 +177,16 @@ def test_status_and_stop(tmp_path: Path) -> None:
         assert (status["term"], status["epoch"]) == (1, 1) and status["round"] >= 2
         assert [m["name"] for m in status["members"]] == ["a", "b"]
         assert status["last_commit"]["members"] == ["a", "b"]
+        assert status["leader"] in ("a", "b") and status["epoch_members"] == ["a", "b"]
+        assert all(0 <= m["seconds_since_progress"] < 60 for m in status["members"])
         query(address, b"stop")
         for replica in replicas:
             replica.join()
+        wait_until(lambda: read_journal(tmp_path)[-1].event == "end")
+    entries = read_journal(tmp_path)
+    (number,) = [n for n, each in enumerate(entries) if each.event == "stop"]
+    assert [e.event for e in entries[number:]].count("commit") <= 2
+    assert entries[-1].fields["holes"] == []
 
 
 def test_wrong_token_is_refused(tmp_path: Path) -> None:
@@ -187,7 +198,8 @@ def test_wrong_token_is_refused(tmp_path: Path) -> None:
             HubAddress(address.host, address.port, b"y" * 16), "a", 1, 2
         ).start()
         replica.join()
-        assert replica.orders[-1] == End("the hub closes the connection: another token?", 2)
+        last = replica.orders[-1]
+        assert isinstance(last, Refused) and last.remedy == "give hub and replicas one token"
         good = PretendingReplica(address, "a", 1, 2).start()
         good.join()
     assert len(commits(tmp_path)) == 2
@@ -223,7 +235,7 @@ def test_fuzzed_messages_cost_only_their_connection(tmp_path: Path) -> None:
     with running_hub(tmp_path) as (_, address):
         replicas = [PretendingReplica(address, name, 2, 30).start() for name in "ab"]
         for _ in range(300):
-            session, codec = open_session(address, 5.0)
+            session, codec = open_session(address, 5.0, noise.choice(HUB_ROLES))
             with session:
                 size = noise.randrange(1, 300)
                 try:
@@ -254,3 +266,150 @@ def test_evicted_incarnation_is_fenced(tmp_path: Path) -> None:
         assert isinstance(cut.orders[-1], Fenced)
         kept.join()
     assert commits(tmp_path)[-1]["members"] == ["a"]
+
+
+class SilentReplica:
+    """An agent whose main thread takes no orders."""
+
+    def __init__(self, address: HubAddress, name: str, nominal: int) -> None:
+        self.exit_codes: list[int] = []
+        hello = Hello(name, "1", "layout", nominal, 1, (name,), True, 0)
+        self.agent = Agent(address, hello, 1.0, end_process=self.exit_codes.append)
+        self.agent.start()
+
+
+def test_last_order_that_nobody_takes_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "UNTAKEN_SECONDS", 0.2)
+    with running_hub(tmp_path) as (hub, address):
+        first = PretendingReplica(address, "a", 1, 1, step_seconds=0.5).start()
+        wait_until(lambda: hub.state.roster)
+        refused = SilentReplica(address, "b", nominal=2)
+        wait_until(lambda: refused.exit_codes == [2])
+        taken = SilentReplica(address, "b", nominal=2)
+        assert isinstance(taken.agent.next_order(5.0), Refused)
+        first.join()
+        ended = SilentReplica(address, "b", nominal=1)  # with exit code 0
+        wait_until(lambda: ended.agent._last_order == End("finished", 0))
+    lost = SilentReplica(address, "b", nominal=1)
+    wait_until(lambda: lost.exit_codes == [4])
+    time.sleep(0.4)
+    assert taken.exit_codes == ended.exit_codes == []
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == (
+        "megatron_edit: --edit-nominal-replicas 2: the run has 1; give all replicas the same number"
+    )
+    assert len(lines) == 2 and lines[1].startswith("megatron_edit: the run has ended: no hub 127.")
+
+
+def test_fenced_replica_is_to_be_started_again() -> None:
+    assert exit_of(Fenced("b\nc")) == (5, "b\\nc; start this replica again: it joins the others")
+
+
+def test_connecting_takes_no_longer_than_its_time() -> None:
+    """Neither to one that sends a byte now and then, nor to one that sends nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            open_session(HubAddress(*listener.getsockname()), 0.4)
+        silent, _ = listener.accept()
+        silent.close()
+
+        def send_bytes() -> None:
+            peer, _ = listener.accept()
+            with peer, suppress(OSError):
+                for _ in range(20):
+                    peer.sendall(b"x")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=send_bytes)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            open_session(HubAddress(*listener.getsockname()), 0.4)
+        assert time.monotonic() - began < 2.0
+        thread.join()
+
+
+def test_nothing_is_sent_to_another_machine_without_a_token() -> None:
+    address = HubAddress("192.0.2.1", 29600)
+    with pytest.raises(ChannelError, match="without a token"):
+        open_session(address, 5.0)
+    last = SilentReplica(address, "a", 1).agent.next_order(5.0)
+    assert isinstance(last, Refused) and last.value == "hub 192.0.2.1:29600"
+
+
+HELLO = Hello("a", "0", "layout", 2, 1, ("a",), True, 0)
+
+
+def test_session_is_for_what_it_was_opened_for(tmp_path: Path) -> None:
+    with running_hub(tmp_path) as (hub, address):
+        with pytest.raises(OSError):
+            open_session(address, 5.0, PEER)
+        for role in HUB_ROLES:
+            session, codec = open_session(address, 5.0, role)
+            assert codec.run == hub.journal.run
+            with session:
+                other = b"status" if role == REPLICA else encode(HELLO)
+                session.sendall(codec.encode(other))
+                assert session.recv(1) == b""
+
+
+def test_silent_process_of_the_same_name_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the loss of a machine: its connection stays until something notices."""
+    monkeypatch.setattr(server, "GONE_SECONDS", 0.5)
+    with running_hub(tmp_path) as (hub, address):
+        session, codec = open_session(address, 5.0, REPLICA)
+        session.sendall(codec.encode(encode(HELLO)))
+        wait_until(lambda: hub.state.roster)
+        replicas = [PretendingReplica(address, "a", 2, 2).start()]
+        wait_until(lambda: [m.incarnation for m in hub.state.roster] == ["1"])
+        replicas.append(PretendingReplica(address, "b", 2, 2).start())
+        for replica in replicas:
+            replica.join()
+        session.close()
+    assert [each["round"] for each in commits(tmp_path)] == [0, 1]
+
+
+def test_replica_waits_for_a_place_among_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 1.0)
+    with running_hub(tmp_path) as (_, address):
+        place = (address.host, address.port)
+        strangers = [socket.create_connection(place) for _ in range(2)]
+        time.sleep(0.1)
+        session, _ = open_session(address, 5.0, REPLICA)
+        session.close()
+        for each in strangers:
+            each.close()
+
+
+def test_hub_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Would catch a hub that was started again with an empty folder."""
+    with running_hub(tmp_path / "one") as (_, address):
+        replica = PretendingReplica(address, "a", 1, 1000, step_seconds=0.05).start()
+        wait_until(lambda: commits(tmp_path / "one"))
+    with running_hub(tmp_path / "two", port=address.port):
+        replica.join()
+    last = replica.orders[-1]
+    assert isinstance(last, Refused) and last.rule == "it has the journal of another run"
+    assert not commits(tmp_path / "two")
+
+
+def test_run_begins_with_fewer_replicas_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "OPENING_SECONDS", 0.5)
+    states: dict[int, str] = {}
+    with running_hub(tmp_path) as (_, address):
+        first = PretendingReplica(address, "a", 2, 20, step_seconds=0.1, states=states).start()
+        wait_until(lambda: len(commits(tmp_path)) >= 1)
+        late = PretendingReplica(address, "b", 2, 20, step_seconds=0.1, states=states).start()
+        for replica in (first, late):
+            replica.join()
+    found = commits(tmp_path)
+    assert found[0]["members"] == ["a"] and found[-1]["members"] == ["a", "b"]

@@ -36,7 +36,7 @@ def test_loss_of_waiting_replica_belongs_to_next_round() -> None:
     again.restore(mean.payload(), 0, is_waiting=True)
     assert again.mean() == 2.5
     records: Any = [SimpleNamespace(losses=(5.0, 2.0), step=3, samples=1)] * 2
-    again.report(records, SILENT_REPORTER)
+    again.report(records, SILENT_REPORTER, 2)
     again.begin_phase()
     assert again.mean() == again.forget() == 7.0 and math.isnan(again.mean())
 
@@ -71,7 +71,7 @@ def test_step_losses_are_averaged_over_replicas() -> None:
         mine.note(step, loss)
     other = (3.0, 5.0, math.nan)
     records: Any = [SimpleNamespace(losses=losses) for losses in (mine.payload(), other)]
-    mine.report(records, reporter)
+    mine.report(records, reporter, 0)
     ((first, means),) = reported
     assert first == 7 and means[:2] == [2.0, 5.0] and math.isnan(means[2])
     assert mine.payload() == ()

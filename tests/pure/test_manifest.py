@@ -233,9 +233,10 @@ def test_other_manifest_versions_are_refused(tmp_path: Path, version: Any) -> No
 SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
 SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history", "common_steps"}
+SINCE_VERSION_5 = {"members", "digest"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
-    *SINCE_VERSION_3, *SINCE_VERSION_4, *LATER,
+    *SINCE_VERSION_3, *SINCE_VERSION_4, *SINCE_VERSION_5, *LATER,
 }  # fmt: skip
 
 

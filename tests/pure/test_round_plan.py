@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
-from megatron_edit.engine import Host, Penalty
+from megatron_edit.engine import Host, Penalty, TimedRounds
 from megatron_edit.engine.plan import (
     MeetingOutcome,
     RoundPlan,
@@ -68,7 +68,7 @@ def test_ledger_is_exhausted_where_loaded_steps_reach_the_target() -> None:
     timeout = AdaptiveTimeout((), is_fixed=True)
     state = RunState(fresh(), MeanLoss(), timer.clock, timeout, timer)
     unused: Any = None
-    trigger = ClockTrigger(0, unused, 100, cast(Host, unused), state)
+    trigger = ClockTrigger(unused, TimedRounds(1.0, 0.0, 100, None), cast(Host, unused), state)
     state.step = 30
     trigger.begin_warmup()
     assert trigger.assignment == BlockAssignment(2, 100, 60) and not trigger.is_over

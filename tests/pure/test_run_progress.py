@@ -38,7 +38,7 @@ class Run:
         status = anything(
             was_warmup_step=False, steps_of_others=2, records=(), assignment=anything(target=target)
         )
-        self.engine = anything(settings=anything(timed=True), status=status)
+        self.engine = anything(settings=anything(timed=True), status=status, elastic=None)
         self.counters = anything(
             loop=loop, samples=2 * STEP, samples_per_step=STEP, samples_at_start=(0, 0),
             order=SampleOrder(start), iteration=2, with_consumed_samples=nullcontext,

@@ -15,6 +15,7 @@ from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from megatron_edit.engine import EngineState, ParamShard, Penalty, Progress, plan_units
+from megatron_edit.engine.host import TimedRounds
 from megatron_edit.engine.plan import (
     MeetingOutcome,
     RoundPlan,
@@ -154,12 +155,12 @@ def test_sync_begins_a_new_round() -> None:
     reporter: Any = SimpleNamespace(on_losses=lambda first, means: losses.append((first, means)))
     records = [record((1.0, 1.0)), record((1.0, 1.0))]
     assert (state.inner_steps, state.replicas_identical) == (4, False)
-    state.apply(plan_round(state.rounds, records, [1], rules_with(), is_last=False), reporter)
+    state.apply(plan_round(state.rounds, records, [1], rules_with(), is_last=False), reporter, 0)
     assert (state.round_start, state.inner_steps, state.rounds.count) == (10, 0, 1)
     assert not state.has_replica_stopped
     stopping = [record((1.0, 1.0)), record((1.0, 1.0), is_stopping=1)]
     state.step = 12
-    state.apply(plan_round(state.rounds, stopping, [1], rules_with(), is_last=False), reporter)
+    state.apply(plan_round(state.rounds, stopping, [1], rules_with(), is_last=False), reporter, 0)
     assert state.has_replica_stopped and state.round_start == 10
 
 
@@ -223,7 +224,7 @@ def test_round_ends_with_the_last_assigned_block() -> None:
     """The clock may end it earlier, but not a final round."""
     state = run_state(TimeTrigger(10.0, PhaseClock()), BlockAssignment(2, 9))
     state.losses = MeanLoss()
-    trigger = ClockTrigger(0, fragments_of(1), 9, anything(), state)
+    trigger = ClockTrigger(fragments_of(1), TimedRounds(10.0, 0.0, 9, None), anything(), state)
     due = []
     for state.step in range(6, 11):  # blocks 0, 2, 4, 6 and 8
         due.append(trigger.meeting_after(state.step + 1, is_requested=False) is not None)
@@ -238,7 +239,7 @@ def test_timed_meetings_alternate_fragments() -> None:
     """Meeting j = 1, 2, ... syncs fragment j mod F, the last one all of them. Catches a final round
     that does not sync a fragment."""
     state = run_state(TimeTrigger(10.0, PhaseClock()), BlockAssignment(2, 9))
-    trigger = ClockTrigger(0, fragments_of(2), 9, anything(), state)
+    trigger = ClockTrigger(fragments_of(2), TimedRounds(10.0, 0.0, 9, None), anything(), state)
     due = []
     for count in range(3):
         state.rounds = replace(state.rounds, count=count)

@@ -37,7 +37,7 @@ class Saves:
         clock = anything(pause=lambda: None, resume=lambda: None)
         records = [anything(step=12, inner_steps=2), anything(step=10, inner_steps=0)]
         self.engine = anything(
-            land_all=lambda: None, clock=clock, settings=anything(timed=None),
+            land_all=lambda: None, clock=clock, settings=anything(timed=None), elastic=None,
             status=anything(**{
                 "step": 15, "suppresses_joint_actions": False, "is_warmup": False,
                 "is_mid_round": True, "has_replica_stopped": False, "records": records,
@@ -146,7 +146,7 @@ def test_every_file_is_checked_by_exactly_one_rank(
     args = Namespace(finetune=False, no_load_optim=False, group_query_attention=False)
     for replica in range(2):
         for rank in range(2):
-            world: Any = anything(placement=Placement(2, replica, 2, rank, True))
+            world: Any = anything(scope=Placement(2, replica, 2, rank, True))
             choosing._verified_manifest(tmp_path, args, world)
     assert sorted(read) == sorted(files)
 

@@ -67,20 +67,42 @@ class Meetings:
             The records by replica. If one of them is stopping, no sync follows.
         """
         with record_function("edit/meeting"):
-            state, units = self.state, len(self.host.plan.names)
-            capacity = state.losses.capacity
-            mine = state.record(
-                self.host.progress(),
-                norms=_row(norms or {}, units),
-                buffers=shared_values(self.host),
-                is_stopping=int(is_stopping),
-                round_loss=round_loss,
-                digests=_row(digests or {}, units) if self.has_digests else (),
-            )
-            rows = self.gather(mine.pack(capacity))
-            return unpack_meeting(
-                rows, capacity, units, has_digests=self.has_digests, same_step=self.same_step
-            )
+            mine = self.pack(norms, digests, round_loss=round_loss, is_stopping=is_stopping)
+            return self.unpack(self.gather(mine))
+
+    def pack(
+        self,
+        norms: Mapping[int, float] | None = None,
+        digests: Mapping[int, float] | None = None,
+        *,
+        round_loss: float = math.nan,
+        is_stopping: bool = False,
+    ) -> Tensor:
+        """The record of this replica; see `exchange_records`."""
+        state, units = self.state, len(self.host.plan.names)
+        mine = state.record(
+            self.host.progress(),
+            norms=_row(norms or {}, units),
+            buffers=shared_values(self.host),
+            is_stopping=int(is_stopping),
+            round_loss=round_loss,
+            digests=_row(digests or {}, units) if self.has_digests else (),
+        )
+        return mine.pack(state.losses.capacity)
+
+    def unpack(self, rows: Tensor) -> list[ControlRecord]:
+        """The records of all replicas, from their rows.
+
+        Raises:
+            SyncProtocolError: they are not at the same meeting.
+        """
+        return unpack_meeting(
+            rows,
+            self.state.losses.capacity,
+            len(self.host.plan.names),
+            has_digests=self.has_digests,
+            same_step=self.same_step,
+        )
 
     def gather(self, row: Tensor) -> Tensor:
         """Gather the rows of all replicas in replica order, however late they arrive.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_edit.engine.host import EngineSettings, Host
+from megatron_edit.engine.host import EngineSettings, Host, TimedRounds
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.units import FragmentPlan, Selection
 from megatron_edit.method.ledger import BlockAssignment
@@ -113,21 +113,20 @@ class StepTrigger:
 
 @dataclass(frozen=True)
 class ClockTrigger:
-    """Every tau_time seconds, each replica after as many steps as it has made by then (A-EDiT).
+    """Rounds of assigned blocks: every tau_time seconds, each replica after as many steps as it has
+    made by then (A-EDiT), or every tau steps, in a run with a hub.
 
     A final synchronous phase is refused where replicas run at their own speeds.
 
     Attributes:
-        replica: r.
         fragments: units by fragment.
-        target: blocks of samples to consume, one per step of a replica.
+        rounds: when a round ends, and the blocks of samples to consume.
         host: notified when local training begins.
         state: of the run; it has the data ledger.
     """
 
-    replica: int
     fragments: FragmentPlan
-    target: int
+    rounds: TimedRounds
     host: Host
     state: RunState
 
@@ -143,7 +142,8 @@ class ClockTrigger:
         that loads more steps than its target is over."""
         replicas = self.assignment.num_replicas
         consumed = self.state.step * replicas
-        self.state.assign_blocks(BlockAssignment(replicas, max(self.target, consumed), consumed))
+        target = max(self.rounds.target, consumed)
+        self.state.assign_blocks(BlockAssignment(replicas, target, consumed))
 
     def begin_rounds(self) -> None:
         """Assign the blocks that remain after warm-up, and begin local training on the host."""
@@ -151,10 +151,14 @@ class ClockTrigger:
         self.host.begin_local(is_over=self.assignment.is_over)
 
     def meeting_after(self, step: int, *, is_requested: bool) -> MeetingPlan | None:
-        """A meeting if the clock requests it, or no block is left for another step. In the final
-        round each replica consumes all its blocks (method 5): the clock does not end it."""
+        """A meeting if the clock requests it, the steps of the round are made, or no block is left
+        for another step. In the final round each replica consumes all its blocks (method 5): the
+        clock does not end it."""
+        steps = self.state.inner_steps + 1
         is_due = is_requested and not self.assignment.is_final
-        if is_due or self.assignment.is_exhausted(self.replica, self.state.inner_steps + 1):
+        if self.rounds.steps is not None:
+            is_due = steps >= self.rounds.steps
+        if is_due or self.state.block(steps) is None:
             return self.next_meeting()
         return None
 
@@ -170,7 +174,7 @@ class ClockTrigger:
     @property
     def has_empty_round(self) -> bool:
         """Whether no block is assigned to it: a very slow replica gets none in a final round."""
-        return not self.is_over and self.assignment.is_exhausted(self.replica, 0)
+        return not self.is_over and self.state.block(0) is None
 
     @property
     def is_over(self) -> bool:
@@ -178,15 +182,12 @@ class ClockTrigger:
         return self.assignment.is_over
 
 
-def create_trigger(
-    settings: EngineSettings, host: Host, replica: int, state: RunState
-) -> SyncTrigger:
+def create_trigger(settings: EngineSettings, host: Host, state: RunState) -> SyncTrigger:
     """Create the trigger that decides when replicas meet.
 
     Args:
         settings: of the engine.
         host: gives the progress of training.
-        replica: r.
         state: of the run.
 
     Raises:
@@ -195,4 +196,4 @@ def create_trigger(
     fragments = FragmentPlan.of(host.plan, settings.schedule.fragments)
     if (timed := settings.timed) is None:
         return StepTrigger(settings.schedule, fragments, host, state)
-    return ClockTrigger(replica, fragments, timed.target, host, state)
+    return ClockTrigger(fragments, timed, host, state)

@@ -30,7 +30,7 @@ from megatron_edit.engine.saved import PendingState
 from megatron_edit.engine.sync.commit_check import check_before_commit, plan_digest
 from megatron_edit.engine.sync.finite import restore_other_units, zero_nonfinite_moments
 from megatron_edit.engine.sync.offload import SyncStream
-from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
+from megatron_edit.engine.sync.outer_state import OuterState, UnitState, replica_norms
 from megatron_edit.engine.sync.reports import Footprint, SyncReports
 from megatron_edit.engine.sync.syncs import (
     CheckedSync,
@@ -179,6 +179,17 @@ class SyncManager:
         self.begin_landing(sync)
         sync.count_exposed_since_start()
 
+    def is_exchanged(self, sync: DelayedSync) -> bool:
+        """Advance the exchange of a started sync without blocking; return whether it is done."""
+        with self._main_thread():
+            return sync.advance()
+
+    def abandon(self, sync: DelayedSync) -> None:
+        """Forget a started sync of which nothing has been applied. The caller keeps it, and with
+        it the buffers that are still in use."""
+        if sync in self.pending:
+            self.pending.remove(sync)
+
     def check_commit(self, sync: Sync, plan: RoundPlan) -> None:
         """Finish the exchange of a sync, and check that all replicas will apply the same.
 
@@ -300,6 +311,20 @@ class SyncManager:
                 shard.publish()
             if not sync.plan.selection.has_all_units and not sync.had_finite_norms:
                 self._restore_others(sync)
+        self._host.gather_parameters()
+
+    def set_parameters_to_anchor(self) -> None:
+        """Set all parameters to their anchor.
+
+        Collective: the ranks of the replica.
+        """
+        outer = self.outer
+        outer.begin_sync()
+        for shard, anchor in outer.prefetch(self._host.plan.shards, UnitState.stage_anchor):
+            shard.scatter(anchor.ready())
+            anchor.release()
+            shard.publish()
+        outer.end_sync()
         self._host.gather_parameters()
 
     def land_up_to(self, num_shards: int) -> bool:

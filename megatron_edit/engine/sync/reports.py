@@ -93,7 +93,7 @@ class SyncReports:
         if sync.is_reported:
             return
         plan = sync.plan
-        digest = self._check(sync) if plan.is_checked else None
+        digest = self._check(sync) if plan.is_checked else sync.digest
         sync.is_reported = True
         report = SyncReport(
             round=plan.round,
@@ -104,6 +104,9 @@ class SyncReports:
             update_norm=self._over_stages(sync.update_norms()),
             inner_steps=plan.inner_steps,
             samples=plan.samples,
+            samples_of_all=plan.samples_of_all,
+            members=plan.members,
+            epoch=plan.epoch,
             wire_bytes=self.wire_bytes(plan),
             state_bytes=self.footprint.state_bytes,
             seconds=sync.seconds(),

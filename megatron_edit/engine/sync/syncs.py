@@ -71,6 +71,7 @@ class Sync(ABC):
         units: the selected units, and this rank's shards of them.
         digests: of units that have landed, by position, for the drift check.
         is_reported: whether it has been reported.
+        digest: of all replicas, where it is known without a drift check; else None.
     """
 
     def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
@@ -78,6 +79,7 @@ class Sync(ABC):
         self.units: UnitPlan = plan.selection.plan
         self.digests: dict[int, Tensor] = {}
         self.is_reported = False
+        self.digest: int | None = None
         self._context, self._groups, self._outer = context, context.groups, context.outer
         self._began, self._waited, self._ended = began, waited, began
         self._exposed = 0.0
@@ -486,6 +488,7 @@ def _plan_of(saved: PendingSync, host: Host, settings: EngineSettings) -> SyncPl
         SyncRules(settings.outer, settings.max_norm, landing, saved.inner_lr),
         saved.inner_steps,
         saved.samples,
+        sum(saved.samples),
         MomentRule(saved.moments),
         is_checked=settings.checks_drift_after(saved.round),
     )
@@ -512,6 +515,11 @@ class CheckedSync(DelayedSync):
     def is_finite_on_replica(self) -> bool:
         """Whether the gathered norms are finite. No communication."""
         return self.had_finite_norms
+
+    @property
+    def num_exchanged(self) -> int:
+        """Units whose average has arrived, as far as `advance` knows."""
+        return sum(unit.on_wire is None for unit in self._inflight)
 
     def preview(self) -> dict[int, Tensor]:
         """Digests of anchor and momentum as the outer steps will leave them, by unit position.

@@ -169,7 +169,7 @@ def check_manifest(path: Path, manifest: Manifest, args: Namespace) -> None:
 def _verified_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
     manifest = read_manifest(path)
     check_manifest(path, manifest, args)
-    place = world.placement
+    place = world.scope
     num_ranks = place.num_replicas * place.ranks_per_replica
     mine = dict(list(manifest.files.items())[place.global_rank :: num_ranks])
     check_sizes(path, mine)

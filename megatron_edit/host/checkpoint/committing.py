@@ -39,6 +39,7 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import EditError, ReplicaLostError, UsageError, to_one_line
 from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, error_text
+from megatron_edit.method.order import share_of
 from megatron_edit.observe.console import say, warn
 from megatron_edit.saved_state import ReplicaEntry
 
@@ -66,6 +67,8 @@ class RankSave:
         random_file: of this rank.
         is_stop_save: whether replicas stop at steps of their own: the last save of the run.
         retain_interval: Megatron's `--save-retain-interval`.
+        shared_samples: consumed by all replicas of an elastic run, which are all as `entry`; else
+            None.
         record: errors and size on this rank.
     """
 
@@ -80,6 +83,7 @@ class RankSave:
     random_file: Path
     is_stop_save: bool
     retain_interval: int | None
+    shared_samples: int | None = None
     record: SaveRecord = field(default_factory=SaveRecord)
 
     @property
@@ -185,7 +189,7 @@ class Committer:
 
     def _fail(self, part: RankSave, error: Exception) -> None:
         """Report that a checkpoint could not be completed, and remove its files."""
-        if self._world.placement.global_rank > 0:
+        if self._world.scope.global_rank > 0:
             warn(f"checkpoint of iteration {part.manifest.iteration}: {error_text(error)}")
             return  # rank 0 misses this rank's report, and says so
         if _is_renamed(part):  # only the tracker or a flush to disk failed
@@ -202,7 +206,7 @@ class Committer:
         warn(f"{self._failures[-1]}; {consequence}")
 
     def _complete(self, part: RankSave, store: dist.Store) -> None:
-        place = self._world.placement
+        place = self._world.scope
         key = _key(part.name, place.replica, place.rank)
         store.set(key, json.dumps(_report_of(part, place.replica, place.rank)))
         if place.global_rank == 0:
@@ -217,7 +221,7 @@ class Committer:
         Raises:
             WriteError: some ranks could not write their part. All have reported by then.
         """
-        place = self._world.placement
+        place = self._world.scope
         files: dict[str, FileRecord] = {}
         entries = []
         ranks = range(place.ranks_per_replica)
@@ -233,6 +237,8 @@ class Committer:
             entry, last = pieces[0]["entry"], pieces[-1]["entry"]
             losses = {name: last[name] for name in ("losses", "last_loss_step")}
             entries.append(ReplicaEntry(**entry | losses))
+        if part.shared_samples is not None:
+            entries = _equal_entries(entries[0], part.shared_samples, part.manifest.num_replicas)
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
 
     def _wait_for_report(
@@ -401,6 +407,14 @@ def _files_of(part: RankSave, replica: int, rank: int) -> list[Path]:
 def _writer_of(name: str) -> int:
     found = _WRITER.match(name)
     return int(found.group(1)) if found else 0
+
+
+def _equal_entries(entry: ReplicaEntry, samples: int, num_replicas: int) -> list[ReplicaEntry]:
+    """Entries of replicas that are equal, and have shared the samples."""
+    return [
+        replace(entry, samples=share_of(samples, replica, num_replicas))
+        for replica in range(num_replicas)
+    ]
 
 
 def _key(name: str, replica: int, rank: int) -> str:

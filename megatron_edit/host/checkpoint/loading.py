@@ -46,6 +46,21 @@ type Loaded = tuple[int, float]
 
 
 @dataclass(frozen=True)
+class StartingPoint:
+    """Where this replica begins, if it is one of those that begin the run.
+
+    Attributes:
+        round: commits whose result it has loaded.
+        digest: of that state.
+        has_warmup: whether synchronous steps are ahead.
+    """
+
+    round: int
+    digest: str
+    has_warmup: bool
+
+
+@dataclass(frozen=True)
 class _Resume:
     """A checkpoint of replicas to resume from.
 
@@ -99,6 +114,16 @@ class LoadControl:
         iteration, flops = self._load_replica(self._resume, self._source(self._resume.manifest))
         planned = self._resume.plan.iteration
         return iteration if planned is None else planned, flops
+
+    @property
+    def starting_point(self) -> StartingPoint:
+        """Where a replica begins that begins an elastic run."""
+        manifest = None if self._resume is None else self._resume.manifest
+        step = self._step if self._resume is None else self._resume.plan.entries[0].step
+        has_warmup = (manifest is None or manifest.is_warmup) and step < self._config.warmup_steps
+        if manifest is None:
+            return StartingPoint(0, "", has_warmup)
+        return StartingPoint(manifest.round, manifest.digest, has_warmup)
 
     @property
     def resumed_from(self) -> dict[str, object] | None:
@@ -302,7 +327,7 @@ def resuming_run(
     """
     return ResumingRun(
         num_replicas=num_replicas,
-        is_timed=STRATEGIES[config.strategy].is_timed,
+        is_timed=STRATEGIES[config.strategy].is_timed or config.hub is not None,
         batch=args.global_batch_size,
         chunk=args.micro_batch_size * (args.data_parallel_size // num_replicas),
         target=iterations * args.global_batch_size,

@@ -33,6 +33,7 @@ def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
         "replicas_identical": rounds.replicas_identical,
         "ledger": None if assignment is None else ledger_of(assignment),
         "first_loss": rounds.first_loss,
+        "members": rounds.members,
     }
 
 

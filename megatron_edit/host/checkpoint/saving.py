@@ -54,6 +54,8 @@ class SaveControl:
     def save(self, call: Call[None]) -> None:
         """Write, defer or skip a checkpoint."""
         engine = self._engine
+        if not self._is_writer:
+            return
         if self._is_premature:
             return  # every replica saves when it stops
         if engine.status.suppresses_joint_actions and not self._is_ending:
@@ -104,6 +106,15 @@ class SaveControl:
             self._is_ending = False
 
     @property
+    def _is_writer(self) -> bool:
+        """Whether this replica takes part in saves. In an elastic run only the leader does, right
+        after a commit: then all replicas are equal."""
+        elastic = self._engine.elastic
+        if elastic is None:
+            return True
+        return elastic.membership.is_leader and not self._engine.status.is_mid_round
+
+    @property
     def should_end_training(self) -> bool:
         """Whether training should end because saves fail; known only to global rank 0."""
         return self._writer.should_end_training
@@ -148,6 +159,7 @@ class SaveControl:
         if samples is not None:
             own = iteration = self._progress.iteration_at(samples)
         is_all = not status.is_warmup and (self._is_ending or self._policy == ALL)
+        is_all = is_all and self._engine.elastic is None
         return SavePlan(
             iteration=iteration,
             own_iteration=own,
@@ -164,6 +176,8 @@ class SaveControl:
         engine = self._engine
         if engine.settings.timed is None or engine.status.is_warmup:
             return None
+        if engine.elastic is not None and engine.status.assignment is not None:
+            return self._host.samples_of(engine.status.assignment.num_consumed)
         if not (records := engine.status.records):  # local training has just begun
             return self._host.counters.samples * self._progress.num_replicas
         return sum(record.samples for record in records)

@@ -134,7 +134,7 @@ class CheckpointWriter:
         """
         if plan.is_stop_save:
             self._committer.abandon()
-        place, args = self._world.placement, self._host.arguments
+        place, args = self._world.scope, self._host.arguments
         folder = CheckpointFolder(Path(args.save))
         # The last save of the run may have the same iteration as one that is not completed.
         job = f"{self._job}{STOP}" if plan.is_stop_save else self._job
@@ -149,6 +149,7 @@ class CheckpointWriter:
             job=job,
             manifest=self._manifest(plan, state),
             entry=state.replica,
+            shared_samples=self._shared_samples(plan),
             has_model=place.replica == 0 or plan.form == ALL,
             has_outer=plan.has_outer and place.replica == place.num_replicas - 1,
             has_replica_local=self._has_replica_local(plan, state),
@@ -268,6 +269,9 @@ class CheckpointWriter:
     def _manifest(self, plan: SavePlan, state: EngineState) -> Manifest:
         place, args = self._world.placement, self._host.arguments
         order = self._host.counters.order
+        rounds = state.rounds
+        if self._engine.elastic is not None:
+            rounds = rounds.with_nominal_members(place.num_replicas)
         return Manifest(
             iteration=plan.iteration,
             form=plan.form,
@@ -290,8 +294,17 @@ class CheckpointWriter:
             settings=training_settings(self._config),
             is_final_phase=self._engine.status.is_final_phase,
             common_steps=self._host.common_steps,
-            **fields_of(state.rounds, is_warmup=state.is_warmup),
+            digest="" if self._engine.elastic is None else self._engine.elastic.digest,
+            **fields_of(rounds, is_warmup=state.is_warmup),
         )
+
+    def _shared_samples(self, plan: SavePlan) -> int | None:
+        """Return the samples of all replicas in an elastic run, whose replicas are all equal."""
+        if self._engine.elastic is None:
+            return None
+        if plan.samples is not None:
+            return plan.samples
+        return self._host.counters.samples * self._world.placement.num_replicas
 
 
 def _job_name() -> str:

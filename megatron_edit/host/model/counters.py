@@ -56,6 +56,7 @@ class TrainingCounters:
         self.samples_at_start = (0, 0)
         self.iteration = int(args.iteration)
         self.last_local_iteration = last_local_iteration(args, final_fraction)
+        self._num_sharing = placement.num_replicas  # replicas that share the blocks of the round
         self._early_advance = 0  # samples by which the schedule has advanced before a meeting
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
 
@@ -115,7 +116,10 @@ class TrainingCounters:
         last, self.iteration = self.iteration, int(self._args.curr_iteration) + 1
         # Iterations that --iterations-to-skip has skipped since the last step count, too.
         self.samples += self.samples_per_step * (self.iteration - last)
-        self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
+        self._pending = self.batch if was_applied else 0
+        if was_applied and self._num_sharing != self._placement.num_replicas:
+            # Megatron advances its schedule by the nominal batch.
+            self._scheduler.num_steps += self.samples_per_step * self._num_sharing - self.batch
 
     @property
     def samples_per_step(self) -> int:
@@ -178,8 +182,29 @@ class TrainingCounters:
         """Let Megatron's loop run at this replica's own speed from now on."""
         self.loop.override_intervals(self.samples * self._placement.num_replicas, is_over=is_over)
 
-    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
+    def samples_of(self, blocks: int) -> int:
+        """Return the samples that all replicas have consumed once so many blocks are consumed."""
+        return self.order.start + blocks * self.samples_per_step
+
+    def join_local(self, blocks: int, order: SampleOrder, *, is_over: bool) -> None:
+        """Begin local training as a replica that joins others.
+
+        Args:
+            blocks: consumed by all replicas so far.
+            order: of samples.
+            is_over: whether these are all.
+        """
+        self.samples, self.order = 0, order
+        samples = self.samples_of(blocks)
+        self._args.consumed_train_samples = samples
+        self.set_schedule(samples)
+        self.loop.override_intervals(samples, is_over=is_over)
+
+    def end_round(
+        self, samples: int, *, num_replicas: int, is_over: bool, next_meeting_without_step: bool
+    ) -> None:
         """Set Megatron's counters and schedule to the samples consumed by all replicas so far."""
+        self._num_sharing = num_replicas
         self.loop.end_round(
             samples,
             self._pending,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -20,6 +20,7 @@ from megatron_edit.host.model.counters import TrainingCounters, is_end_requested
 from megatron_edit.host.model.moments import (
     configured_beta2,
     counters_of,
+    create,
     num_counted_steps,
     num_moment_elements,
     read_counter,
@@ -47,6 +48,7 @@ from megatron_edit.host.seams.megatron import (
     StepResult,
 )
 from megatron_edit.method.moments import local_beta2
+from megatron_edit.method.order import SampleOrder
 
 
 class MegatronHost:
@@ -250,6 +252,10 @@ class MegatronHost:
         """Zero non-finite elements in the inner moments of a shard; return their number."""
         return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
 
+    def create_moments(self) -> None:
+        """Create the moments of Megatron's optimizers by a step with gradients of zero."""
+        create(self._inner)
+
     def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
         """Copy a moment of a shard to `out`, flat fp32."""
         for param, where in zip(shard.params, shard.slices, strict=True):
@@ -309,10 +315,30 @@ class MegatronHost:
         """Let Megatron's loop run at this replica's own speed from now on."""
         self.counters.begin_local(is_over=is_over)
 
-    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
+    def samples_of(self, blocks: int) -> int:
+        """Return the samples that all replicas have consumed once so many blocks are consumed."""
+        return self.counters.samples_of(blocks)
+
+    def common_state(self) -> dict[str, Any]:
+        """Return the order of samples."""
+        order = self.counters.order
+        return {"start": order.start, "displaced": order.displaced}
+
+    def join_local(self, blocks: int, common: Mapping[str, Any], *, is_over: bool) -> None:
+        """Begin local training as a replica that joins others."""
+        displaced = tuple((low, high) for low, high in common["displaced"])
+        order = SampleOrder(common["start"], displaced)
+        self.counters.join_local(blocks, order, is_over=is_over)
+
+    def end_round(
+        self, samples: int, *, num_replicas: int, is_over: bool, next_meeting_without_step: bool
+    ) -> None:
         """Set Megatron's counters and schedule to the samples consumed by all replicas so far."""
         self.counters.end_round(
-            samples, is_over=is_over, next_meeting_without_step=next_meeting_without_step
+            samples,
+            num_replicas=num_replicas,
+            is_over=is_over,
+            next_meeting_without_step=next_meeting_without_step,
         )
 
     def advance_schedule(self, samples: int) -> None:

@@ -164,6 +164,25 @@ def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) ->
     return zeroed
 
 
+def create(optimizers: Sequence[InnerOptimizer]) -> None:
+    """Create the moments of all main shards, as a first step does: by one with gradients of zero.
+
+    Mutates: the main shards, as far as weight decay does.
+    """
+    for inner in optimizers:
+        if (optimizer := inner.optimizer) is None or num_counted_steps([inner]):
+            continue
+        mains = [main for group in optimizer.param_groups for main in group["params"]]
+        for main in mains:
+            if main.numel():
+                main.grad = torch.zeros_like(main)
+                if hasattr(main, "decoupled_grad"):
+                    main.decoupled_grad = main.grad
+        stepped = cast(torch.optim.Optimizer, optimizer)
+        stepped.step()
+        stepped.zero_grad()
+
+
 def reset(optimizers: Sequence[InnerOptimizer]) -> None:
     """Clear all moments and step counts; main shards in optimizer states are kept."""
     for inner in optimizers:

@@ -45,6 +45,11 @@ class RunProgress:
     @property
     def samples(self) -> int:
         """Samples consumed by all replicas so far."""
+        status, counters = self.engine.status, self.host.counters
+        is_elastic = self.engine.elastic is not None and not status.is_warmup
+        if is_elastic and status.assignment is not None:
+            own = status.inner_steps * counters.samples_per_step
+            return counters.samples_of(status.assignment.num_consumed) + own
         self._others = max(self._others, self._known_samples_of_others())
         return self.host.counters.samples + self._others
 

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import ipaddress
 import json
-import os
 import signal
 import socket
 import sys
@@ -24,11 +23,9 @@ from megatron_edit.elastic.agent import HubAddress, query
 from megatron_edit.elastic.channel import ChannelError
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.server import Hub
+from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.common import refuse_rest
-
-TOKEN_VARIABLE = "EDIT_HUB_TOKEN"
-LEAST_TOKEN_BYTES = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +54,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: an argument is wrong, or there is no such hub.
     """
     refuse_rest("hub", rest)
-    token = read_token(options.token_file)
+    token = read_token("--token-file", options.token_file)
     if options.action is not None:
         return _query(options, token)
     if options.address is not None or options.state_dir is None:
@@ -123,40 +120,18 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     lines = [
         f"term {status['term']}, epoch {status['epoch']}, round {status['round']}, "
         f"{status['samples']} samples, {status['phase']}"
+        + (", ends after the next commit" if status["stopping"] else "")
     ]
+    if status["leader"]:
+        members = ", ".join(status["epoch_members"])
+        lines.append(f"members of the epoch: {members}; leader: {status['leader']}")
     for member in status["members"]:
         connection = "" if member["connected"] else ", not connected"
-        lines.append(f"  {member['name']}: {member['state']}, step {member['step']}{connection}")
+        lines.append(
+            f"  {member['name']}: {member['state']}, step {member['step']}, last progress "
+            f"{member['seconds_since_progress']:.0f} s ago{connection}"
+        )
     return lines
-
-
-def read_token(file: str | None) -> bytes:
-    """The shared token; empty where none is given.
-
-    Args:
-        file: its file; None takes the environment variable.
-
-    Raises:
-        UsageError: the file cannot be read, or the token is too short.
-    """
-    if file is None:
-        token, source = os.environ.get(TOKEN_VARIABLE, "").strip().encode(), TOKEN_VARIABLE
-        if not token:
-            return b""
-    else:
-        source = f"--token-file {file}"
-        try:
-            token = Path(file).read_bytes().strip()
-        except OSError as error:
-            raise UsageError(
-                source, f"cannot be read ({error.strerror})", "name another file"
-            ) from None
-    if len(token) < LEAST_TOKEN_BYTES:
-        raise UsageError(
-            source, f"has {len(token)} bytes, needs at least {LEAST_TOKEN_BYTES}",
-            "make one, for example with: openssl rand -hex 32",
-        )  # fmt: skip
-    return token
 
 
 def parse_address(name: str, text: str, *, least_port: int = 1) -> tuple[str, int]:

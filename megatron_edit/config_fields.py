@@ -1,0 +1,249 @@
+"""Names, defaults and help texts of the plugin's settings; `config` has their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_edit.constants import (
+    ALL,
+    AVERAGED_MOMENTS,
+    DEVICES,
+    FEW_REPLICAS,
+    FIXED,
+    FP32,
+    INNER_STATES,
+    INTERVALS,
+    MIN_TIMEOUT_SECONDS,
+    NONE,
+    SYNC_BACKENDS,
+    SYNC_DTYPES,
+    SYNC_MODES,
+    TIMEOUT_ROUNDS,
+)
+from megatron_edit.flags import AUTO
+from megatron_edit.method.strategy import STRATEGIES
+
+
+# argparse shows the names of these functions: "invalid number_or_auto value: 'x'".
+def number_or_auto(text: str) -> float | None:
+    """Parse a number or `auto` (None)."""
+    return None if text == AUTO else float(text)
+
+
+def number_or_none(text: str) -> float | None:
+    """Parse a number or `none` (None)."""
+    return None if text == NONE else float(text)
+
+
+def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | None = None) -> Any:
+    """Return a dataclass field with the metadata of its flag.
+
+    Args:
+        default: value if the flag is not given.
+        doc: help text, with unit and range.
+        kind: converter of the flag's text; None for a switch.
+        only: supported values, if there are few; any other is refused.
+    """
+    metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
+    if kind is number_or_none:
+        metadata["none"] = NONE
+    return field(default=default, metadata=metadata)
+
+
+def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
+    """Return a field that strategies may preset: its default None is replaced by the preset.
+
+    Args:
+        usual: value for strategies without a preset.
+        doc: see `_setting`.
+        kind: see `_setting`.
+    """
+    return field(default=None, metadata={"doc": doc, "kind": kind, "only": None, "usual": usual})
+
+
+@dataclass(frozen=True)
+class SettingFields:
+    """The settings, with the metadata of their flags; see `config.EditConfig`."""
+
+    use_edit: bool = _setting(False, "train with EDiT replicas")
+    num_replicas: int | None = _setting(
+        None,
+        "N, number of replicas; if not set: nodes of the launch, if more than 1",
+        kind=int,
+    )
+    replica_id: int | None = _setting(
+        None, "index of this launch's replica, 0..N-1 (one launch per replica)", kind=int
+    )
+    rendezvous: str | None = _setting(
+        None,
+        "HOST:PORT at which replica 0 listens for the others (one launch per replica)",
+        kind=str,
+    )
+    hub: str | None = _setting(
+        None,
+        "HOST:PORT of the hub (megatron-edit hub) that decides which replicas take part: they may "
+        "fail, leave, return and join while the others train (one launch per replica)",
+        kind=str,
+    )
+    replica_name: str | None = _setting(
+        None, "name of this launch's replica, unique in the run (with a hub)", kind=str
+    )
+    nominal_replicas: int | None = _setting(
+        None,
+        "N0, replicas that the run begins with, and that the global batch is divided by (with a "
+        "hub)",
+        kind=int,
+    )
+    min_replicas: int = _setting(
+        1, "fewest replicas that sync, as given to the hub; >= 1 (with a hub)", kind=int
+    )
+    hub_token_file: str | None = _setting(
+        None, "file with the secret that hub and replicas share (else EDIT_HUB_TOKEN)", kind=str
+    )
+    strategy: str = _setting("edit", "how replicas are synchronised", kind=str, only=STRATEGIES)
+    warmup_steps: int = _preset(
+        1000, "W, synchronous steps before the first local step; >= 0", kind=int
+    )
+    sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
+    final_sync_fraction: float = _setting(
+        0.0,
+        "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
+        "gradients are averaged at every step, as in the warm-up; in [0, 1]",
+        kind=float,
+    )
+    sync_seconds: float = _setting(
+        600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
+    )
+    min_round_steps: int = _setting(
+        100, "a-edit: minimum steps of a round, of all replicas together; >= 0", kind=int
+    )
+    step_weight: float = _setting(
+        0.0, "a-edit: rho, influence of step counts on the weights; in [0, 1]", kind=float
+    )
+    outer_lr: float = _preset(0.8, "nu, outer learning rate (slowmo, co2: alpha); > 0", kind=float)
+    outer_momentum: float = _preset(
+        0.85, "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1)", kind=float
+    )
+    anomaly_threshold: float = _setting(
+        3.0, "delta, standard deviations above the mean norm that are allowed; > 0", kind=float
+    )
+    anomaly_alpha: float = _setting(
+        0.02, "alpha, weight of the newest norm in the statistics; in (0, 1]", kind=float
+    )
+    anomaly_warmup_syncs: int = _setting(
+        20, "accepted syncs before a detector is armed; >= 0", kind=int
+    )
+    anomaly_patience: int = _setting(
+        3, "consecutive rejections before a norm or a loss is accepted again; >= 0", kind=int
+    )
+    loss_threshold: float = _setting(
+        6.0,
+        "standard deviations by which a replica's loss of a round, relative to the other replicas, "
+        "may exceed its history; > 0",
+        kind=float,
+    )
+    clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
+    weight_temperature: float | None = _setting(
+        None, "T of the weights softmax(-norm / T); > 0, or auto", kind=number_or_auto
+    )
+    no_anomaly: bool = _setting(
+        False,
+        "disable anomaly elimination, including the loss check (non-finite norms are still "
+        "rejected)",
+    )
+    no_loss_check: bool = _setting(False, "do not reject replicas because of their loss")
+    no_weighting: bool = _setting(False, "give all accepted replicas equal weights")
+    no_clip: bool = _setting(False, "disable the clip")
+    sync_mode: str = _setting(
+        AUTO,
+        "when updates are exchanged; blocking: right after the step, overlap: in the forward pass",
+        kind=str,
+        only=(AUTO, *SYNC_MODES),
+    )
+    prefetch_units: int = _setting(
+        2, "units whose exchange is prepared ahead (gloo sends one at a time)", kind=int
+    )
+    fragments: int = _preset(1, "F, groups of units synced at staggered steps; >= 1", kind=int)
+    delay_steps: int = _preset(
+        0,
+        "d, steps between the start of a sync and its landing; >= 0, < tau (a-edit: it lands at "
+        "the next meeting at the latest)",
+        kind=int,
+    )
+    mix: float = _preset(
+        0.0, "weight of the local parameters when a sync lands; in [0, 1]", kind=float
+    )
+    offload: bool = _setting(False, "keep anchor and outer momentum in (pinned) host memory")
+    sync_dtype: str = _setting(
+        FP32, "data type in which updates are exchanged", kind=str, only=SYNC_DTYPES
+    )
+    sync_backend: str = _setting(
+        AUTO,
+        "backend for updates between replicas; auto uses nccl if every rank has its own GPU, else "
+        "gloo",
+        kind=str,
+        only=(AUTO, *SYNC_BACKENDS),
+    )
+    digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
+    check_commits: bool = _setting(
+        False,
+        "compare the replicas' results of a sync before any replica applies it, so that a "
+        "difference ends the run with the state before the round; implies --edit-sync-mode "
+        "blocking, and needs memory for one more fp32 copy of the shards (and of averaged moments) "
+        "during a sync",
+    )
+    log_dir: str | None = _setting(None, "folder for the event files", kind=str)
+    log_units_to_tensorboard: bool = _setting(
+        False,
+        f"also write scalars of each unit, and of each replica if more than {FEW_REPLICAS}",
+    )
+    inner_state: str = _setting(
+        ALL,
+        "whose inner optimizer state is saved; all: that of every replica (exact resume), leader: "
+        "that of replica 0 (saves wait for a sync), reset: like leader, moments restart at zero",
+        kind=str,
+        only=INNER_STATES,
+    )
+    timeout_seconds: float | None = _setting(
+        None,
+        "seconds without progress after which a replica counts as lost; > 0, or auto = "
+        f"max({MIN_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
+        kind=number_or_auto,
+    )
+    interval: str = _setting(
+        FIXED,
+        "schedule of the sync interval; qsr = max(tau, (a / lr)^2), stl: tau doubles in each of "
+        "the equal stages of local training, adacomm = ceil(tau sqrt(loss / first loss)). In "
+        "measurements with a fixed outer momentum, growing and shrinking intervals gave a worse "
+        "loss than a fixed one at equal traffic (docs/strategies.md)",
+        kind=str,
+        only=INTERVALS,
+    )
+    qsr_a: float | None = _setting(
+        None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
+    )
+    stl_stages: int = _setting(
+        3, "stl: number of equal stages of local training, tau doubles in each; >= 1", kind=int
+    )
+    average_moments: str = _setting(
+        NONE,
+        "moments of Adam that a sync averages over the replicas, in one byte per element",
+        kind=str,
+        only=AVERAGED_MOMENTS,
+    )
+    average_moments_every: int = _setting(
+        1, "K, syncs between two averages of moments; >= 1", kind=int
+    )
+    scale_beta2: bool = _setting(False, "use beta2^(1/N) as Adam's beta2 during local training")
+    co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
+    co2_clip: float | None = _setting(
+        None, "co2: phi_m, largest element of the momentum; > 0", kind=number_or_none
+    )
+    device: str = _setting(
+        AUTO,
+        "device; auto uses CUDA, and the CPU only if the machine has no GPU",
+        kind=str,
+        only=(AUTO, *DEVICES),
+    )

@@ -1,0 +1,409 @@
+"""Which replicas take part in an elastic run, on one rank: what the hub decides, and its groups.
+
+Rank 0 of a replica has a connection to the hub (`elastic.agent`). At meetings the ranks of the
+replica act on one sequence of its orders: rank 0 passes each on, together with the state of the
+ranks' own work, in one small exchange inside the replica (`_share`). No rank waits inside a
+collective with other replicas: collectives are polled, and given up when the hub says so.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+from megatron_edit.comm.collectives import Duplex, Group
+from megatron_edit.comm.hub_store import EpochGroup
+from megatron_edit.comm.polling import poll_interval
+from megatron_edit.comm.progress import LONGEST_POLL_SECONDS
+from megatron_edit.comm.transport import on_device
+from megatron_edit.elastic.agent import Agent
+from megatron_edit.elastic.messages import (
+    Abandon,
+    Commit,
+    End,
+    Fenced,
+    FormEpoch,
+    Go,
+    Heal,
+    Ready,
+    Refused,
+    decode,
+    encode,
+)
+from megatron_edit.elastic.replica import (
+    Exchanged,
+    ExchangeFailed,
+    GroupsFormed,
+    Order,
+    Quit,
+    Report,
+    RoundDue,
+    StateCopied,
+)
+from megatron_edit.errors import (
+    DriftError,
+    EditError,
+    FencedError,
+    ReplicaLostError,
+    SyncProtocolError,
+    UsageError,
+)
+
+IDLE_SECONDS = 0.01  # longest wait of rank 0 for an order, before the ranks compare notes again
+COPY_PAUSES = 100  # of `IDLE_SECONDS`, before a copy is tried again
+CLOSE_SECONDS = 10.0
+
+
+class Status(IntEnum):
+    """What a rank's own work has come to."""
+
+    IDLE = 0
+    RUNNING = 1
+    DONE = 2
+    FAILED = 3
+
+
+class Attempt(Protocol):
+    """One attempt to exchange a round, of which nothing is applied yet."""
+
+    def advance(self) -> bool:
+        """Go on without blocking; return whether the complete result is there.
+
+        Raises:
+            ReplicaLostError: a collective has failed.
+        """
+
+    def result(self, epoch: int) -> Ready:
+        """What all replicas must agree on. Collective: the ranks of the replica."""
+
+    def abandon(self) -> None:
+        """Put it aside; nothing of it may be used again."""
+
+
+class StateCopy(Protocol):
+    """Copies the state of the other replicas."""
+
+    def fetch(self, heal: Heal, addresses: Sequence[str]) -> None:
+        """Copy this rank's part of a round from the same rank of another replica.
+
+        Raises:
+            OSError: it could not be copied.
+        """
+
+    def finish(self, digest: str) -> bool:
+        """Take the copied state if it has this digest; return whether. Collective: the replica."""
+
+
+@dataclass
+class Transports:
+    """This rank's groups with other replicas, which are formed again for each epoch.
+
+    Attributes:
+        sync: for parameters. `meeting`: for records; on the same transport, as the two are never
+            used at once.
+        parts: the transport of both, then those of the phases of encoded exchanges.
+    """
+
+    sync: Group
+    meeting: Group
+    parts: Sequence[EpochGroup]
+
+    @property
+    def handles(self) -> list[str]:
+        """What ranks of other replicas need to form groups with this one."""
+        return [part.handle for part in self.parts]
+
+    def form(self, unique: int, rank: int, handles: Sequence[Sequence[str]]) -> None:
+        """Form all groups.
+
+        Collective: the ranks with these handles.
+
+        Args:
+            unique: number of this forming, below 2^60, unlike that of all others in the run.
+            rank: of this one, from 0.
+            handles: of each rank, in the order of their numbers.
+
+        Raises:
+            ReplicaLostError: some rank has not joined in time.
+        """
+        for index, part in enumerate(self.parts):
+            part.form(unique * 8 + index, [each[index] for each in handles])
+        groups = [part.process_group for part in self.parts]
+        for group in (self.sync, self.meeting):
+            group.rank, group.size = rank, len(handles)
+            group.process_group = groups[0]
+            group.backlog.clear()
+        self.sync.process_group = on_device(groups[0], self.sync)
+        self.sync.phases = tuple(
+            Duplex(up, down) for up, down in zip(groups[1::2], groups[2::2], strict=True)
+        )
+
+
+@dataclass
+class Membership:
+    """Takes part in an elastic run.
+
+    Attributes:
+        name: of this replica.
+        agent: rank 0's connection to the hub; None on other ranks.
+        control: all ranks of this replica, on the CPU.
+        transports: of this rank.
+        copies: HOST:PORT at which other replicas copy this rank's state.
+        on_idle: called while the replica waits for others.
+        on_message: receives lines about this rank for people.
+        members: replicas of the epoch, in the order of the groups' ranks.
+        epoch: its number.
+        leader: the member that writes what only one may write.
+    """
+
+    name: str
+    agent: Agent | None
+    control: Group
+    transports: Transports
+    copies: str
+    on_idle: Callable[[], None] = lambda: None
+    on_message: Callable[[str], None] = lambda text: None
+    members: tuple[str, ...] = ()
+    epoch: int = 0
+    leader: str = ""
+    _progress: tuple[int, int] = (0, 0)
+    _exchanged: int = 0
+    _heal: Heal | None = None
+    _aside: list[Attempt] = field(default_factory=list)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this replica is the leader."""
+        return self.leader == self.name
+
+    def progressed(self, step: int, batches: int) -> None:
+        """Let heartbeats report attempted steps and evaluated batches."""
+        self._progress = step, batches
+        if self.agent is not None:
+            self.agent.progressed(step, batches, self._exchanged)
+
+    def exchanged(self, count: int) -> None:
+        """Let heartbeats report parts of exchanges that have arrived, besides the former."""
+        self._exchanged += count
+        self.progressed(*self._progress)
+
+    def join(self) -> bool:
+        """Wait for the hub's decision on this replica; return whether it has to copy the state.
+
+        Collective: the ranks of the replica; of those that begin the run, all ranks of all.
+
+        Raises:
+            EditError: the hub does not let it take part.
+        """
+        while True:
+            _, order = self._share(Status.IDLE)
+            if isinstance(order, FormEpoch):
+                if self._form(order):
+                    return False
+            elif isinstance(order, Heal):
+                self._heal = order
+                self.members = (self.name,)
+                return True
+            elif order is not None:
+                raise _error_of(order)
+
+    def copy_state(self, copy: StateCopy) -> None:
+        """Copy the state of the others, and arrive at their meeting.
+
+        Collective: the ranks of the replica.
+
+        Args:
+            copy: of the state.
+        """
+        while True:
+            if self._heal is not None and self._try_copy(self._heal, copy):
+                self._heal = None
+                return
+            for _ in range(COPY_PAUSES):  # as many on all ranks
+                _, order = self._share(Status.IDLE)
+                if isinstance(order, Heal):
+                    self._heal = order
+                    break
+                if order is not None:
+                    raise _error_of(order)
+
+    def decide(self, attempt: Callable[[], Attempt], copy: StateCopy) -> tuple[Attempt, bool]:
+        """Meet the other replicas, and exchange the round until the hub has committed it.
+
+        Collective: the ranks of the replica, and the sync group of each epoch.
+
+        Args:
+            attempt: begins to exchange the round.
+            copy: of the state, for a replica whose copy has become out of date.
+
+        Returns:
+            The attempt to apply, and whether training ends after it.
+
+        Raises:
+            EditError: the replica may not go on.
+        """
+        self._arrive()
+        current: Attempt | None = None
+        status, is_last, began = Status.IDLE, False, time.monotonic()
+        while True:
+            if status is Status.RUNNING:
+                assert current is not None
+                status = self._advance(current, began)
+            statuses, order = self._share(status)
+            if isinstance(order, Go):
+                current, is_last, began = attempt(), order.is_last, time.monotonic()
+                status = Status.RUNNING
+            elif isinstance(order, Commit):
+                assert current is not None, "a commit without a result"
+                self._aside.clear()
+                return current, is_last
+            elif isinstance(order, Abandon | FormEpoch):
+                self._put_aside(current)
+                current, status = None, Status.IDLE
+                if isinstance(order, FormEpoch):
+                    self._form(order)
+                else:
+                    self._arrive()
+            elif isinstance(order, Heal):
+                self._heal = order
+                self.copy_state(copy)
+            elif order is not None:
+                raise _error_of(order)
+            elif Status.FAILED in statuses:
+                self._put_aside(current)
+                current, status = None, Status.IDLE
+                self._report(ExchangeFailed(self.epoch))
+            elif all(each == Status.DONE for each in statuses):
+                assert current is not None
+                self._report(Exchanged(current.result(self.epoch)))
+                status = Status.IDLE
+
+    def check(self) -> None:
+        """Raise if the hub has ended this replica's part while it trains. Only rank 0 knows."""
+        if self.agent is not None and (order := self.agent.next_order()) is not None:
+            if isinstance(order, Abandon | Heal):
+                return  # of an exchange that this replica was not in
+            raise _error_of(order)
+
+    def leave(self, reason: str) -> None:
+        """Tell the hub that this replica ends, and close the connection. Idempotent."""
+        if self.agent is not None:
+            agent, self.agent = self.agent, None
+            agent.report(Quit(reason))
+            agent.close(CLOSE_SECONDS)
+
+    # ---- parts of the above
+
+    def _advance(self, attempt: Attempt, began: float) -> Status:
+        try:
+            if attempt.advance():
+                return Status.DONE
+        except ReplicaLostError as error:
+            self.on_message(f"an exchange of epoch {self.epoch} has failed: {error}")
+            return Status.FAILED
+        time.sleep(poll_interval(time.monotonic() - began, LONGEST_POLL_SECONDS))
+        return Status.RUNNING
+
+    def _share(self, status: Status, *, takes_order: bool = True) -> tuple[list[int], Order | None]:
+        """Exchange the states of the ranks' work, and pass on rank 0's next order.
+
+        Collective: the ranks of the replica.
+        """
+        order: Order | None = None
+        if self.agent is not None and takes_order:
+            order = self.agent.next_order(0.0 if status is Status.RUNNING else IDLE_SECONDS)
+        if status is Status.IDLE:
+            self.on_idle()
+        payload = b"" if order is None else encode(order)
+        try:
+            rows = self.control.all_gather(torch.tensor([int(status), len(payload)]))
+            if size := int(rows[0, 1]):
+                data = torch.zeros(size, dtype=torch.uint8)
+                if payload:
+                    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                self.control.broadcast(data)
+                order = decode(data.numpy().tobytes(), Order)
+        except ReplicaLostError as error:
+            raise FencedError(f"a rank of this replica is lost ({error})") from error
+        return rows[:, 0].tolist(), order
+
+    def _report(self, what: Report) -> None:
+        if self.agent is not None:
+            self.agent.report(what)
+
+    def handles(self) -> tuple[str, ...]:
+        """Addresses of all ranks of the replica. Collective: the ranks of the replica."""
+        mine = json.dumps([self.copies, *self.transports.handles])
+        return tuple(self.control.all_gather_objects(mine))
+
+    def _arrive(self) -> None:
+        self._report(RoundDue(self.handles()))
+
+    def _put_aside(self, attempt: Attempt | None) -> None:
+        """Keep the buffers of an exchange until another one is complete: some may be in use."""
+        if attempt is not None:
+            attempt.abandon()
+            self._aside.append(attempt)
+
+    def _form(self, order: FormEpoch) -> bool:
+        """Form the groups of an epoch; return whether all ranks of the replica have."""
+        number, rank = order.members.index(self.name), self.control.rank
+        handles = [json.loads(each[rank])[1:] for each in order.handles]
+        status = Status.DONE
+        try:
+            self.transports.form(_unique_number(order, rank), number, handles)
+        except ReplicaLostError as error:
+            status = Status.FAILED
+            self.on_message(f"the groups of epoch {order.epoch} could not be formed: {error}")
+        statuses, _ = self._share(status, takes_order=False)
+        self.members, self.epoch, self.leader = order.members, order.epoch, order.leader
+        is_formed = all(each == Status.DONE for each in statuses)
+        done = GroupsFormed(order.epoch) if is_formed else ExchangeFailed(order.epoch)
+        self._report(done)
+        return is_formed
+
+    def _try_copy(self, heal: Heal, copy: StateCopy) -> bool:
+        """Copy from the same rank of the donors; return whether all ranks of the replica have."""
+        size, rank = self.control.size, self.control.rank
+        addresses = [json.loads(each)[0] for each in heal.donors[rank::size]]
+        status = Status.DONE
+        try:
+            copy.fetch(heal, addresses)
+        except OSError:
+            status = Status.FAILED
+        statuses, _ = self._share(status, takes_order=False)
+        if any(each != Status.DONE for each in statuses) or not copy.finish(heal.digest):
+            return False
+        self._report(StateCopied(heal.round, heal.digest, self.handles()))
+        return True
+
+
+def _unique_number(order: FormEpoch, rank: int) -> int:
+    """A number for the groups of the ranks `rank` of all replicas in an epoch."""
+    return ((order.term << 24) + order.epoch << 16) + rank
+
+
+def _error_of(order: Order) -> EditError | SystemExit:
+    """The error with which a replica ends that may not go on."""
+    match order:
+        case Refused(value, rule, remedy):
+            return UsageError(value, rule, remedy)
+        case Fenced(reason):
+            return FencedError(f"{reason}; started again, this replica joins the others")
+        case End(reason, 0):
+            return SystemExit(0)
+        case End(reason, 2):
+            return UsageError("--edit-hub", reason, "check the address and the token")
+        case End(reason, 3):
+            return DriftError(reason)
+        case End(reason, _):
+            error = ReplicaLostError(f"the run has ended: {reason}")
+            error.has_context = True
+            return error
+    return SyncProtocolError(f"the hub's order {type(order).__name__} has no place here")

@@ -1,0 +1,189 @@
+"""The state that all replicas of an elastic run hold after a commit, and copies of it.
+
+A donor serves anchor and momentum of its shards while it trains: they are constant between two
+commits. The moments of its inner optimizer are copied between two of its steps, when a copy has
+begun. What is no tensor, and equal on all replicas, goes along as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_edit.elastic.copies import CopyHeader
+from megatron_edit.engine.host import Host
+from megatron_edit.engine.plan import RoundState
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.method.detector import DetectorState
+from megatron_edit.method.ledger import BlockAssignment
+from megatron_edit.method.loss_check import LossHistory
+from megatron_edit.method.moments import ALL_MOMENTS
+
+COUNTERS = "counters"
+SNAPSHOT_SECONDS = 20.0  # longest wait of a copy for the end of a step
+
+
+def rounds_to_json(rounds: RoundState) -> dict[str, Any]:
+    """The state of the rounds as JSON values; `rounds_from_json` restores it exactly."""
+    assert rounds.assignment is not None, "an elastic run without assigned blocks"
+    return {
+        "count": rounds.count,
+        "detectors": rounds.detectors.to_lists(),
+        "unit_steps": rounds.unit_steps.tolist(),
+        "loss_history": rounds.loss_history.to_lists(),
+        "assignment": dataclasses.asdict(rounds.assignment),
+        "members": rounds.members,
+        "assigned_to": rounds.assigned_to,
+    }
+
+
+def rounds_from_json(has: Mapping[str, Any]) -> RoundState:
+    """Inverse of `rounds_to_json`."""
+    assignment = has["assignment"]
+    lists = {
+        name: None if assignment[name] is None else tuple(assignment[name])
+        for name in ("holes", "quotas")
+    }
+    return RoundState(
+        count=has["count"],
+        detectors=DetectorState.from_lists(has["detectors"]),
+        unit_steps=torch.tensor(has["unit_steps"], dtype=torch.int64),
+        loss_history=LossHistory.from_lists(has["loss_history"], len(has["members"])),
+        assignment=BlockAssignment(**assignment | lists),
+        members=tuple(has["members"]),
+        assigned_to=tuple(has["assigned_to"]),
+    )
+
+
+@dataclass
+class SharedState:
+    """This rank's part of the state, for copies by other replicas (`elastic.copies.CopySource`).
+
+    Its methods are called by the threads that serve copies, except for `publish` and `withdraw`.
+    """
+
+    _header: CopyHeader | None = None
+    _tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    _moments: Mapping[str, Tensor] = field(default_factory=dict)
+    _is_copied: bool = False  # whether a copy has begun since the last commit
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def header(self) -> CopyHeader | None:
+        """What can be copied; None where there is nothing now."""
+        with self._changed:
+            self._is_copied = self._header is not None
+            return self._header
+
+    def read(self, round: int, name: str, start: int, size: int) -> bytes | None:
+        """Bytes of a tensor; None where the state is not that of the round, or the moments are not
+        there in time."""
+
+        def is_there() -> bool:
+            return name in self._tensors or name in self._moments or not self._is_of(round)
+
+        with self._changed:
+            if not self._changed.wait_for(is_there, SNAPSHOT_SECONDS) or not self._is_of(round):
+                return None
+            tensor = self._tensors[name] if name in self._tensors else self._moments[name]
+            return bytes(_bytes_of(tensor)[start : start + size].cpu().numpy())
+
+    def _is_of(self, round: int) -> bool:
+        return self._header is not None and self._header.round == round
+
+    @property
+    def wants_moments(self) -> bool:
+        """Whether `add_moments` should be called, between two steps."""
+        return self._is_copied and not self._moments
+
+    def add_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Serve moments of the inner optimizer, too, until the next commit.
+
+        Args:
+            moments: `moments_of`, in host memory, not changed afterwards.
+        """
+        with self._changed:
+            self._moments = moments
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Serve no more copies: the state is about to change."""
+        with self._changed:
+            self._header, self._moments, self._is_copied = None, {}, False
+            self._changed.notify_all()
+
+    def publish(
+        self,
+        rounds: RoundState,
+        digest: str,
+        outer: OuterState,
+        common: Mapping[str, Any],
+        moment_sizes: Mapping[str, int],
+    ) -> None:
+        """Serve copies of the state after a commit.
+
+        Args:
+            rounds: after it.
+            digest: of anchor and momentum on all ranks of a replica.
+            outer: of this rank.
+            common: `Host.common_state`.
+            moment_sizes: bytes of what `add_moments` will add, by name; empty for nothing.
+        """
+        outer.wait()
+        tensors = tensors_of(outer)
+        sizes = (*((name, tensor.nbytes) for name, tensor in tensors.items()),
+                 *moment_sizes.items())  # fmt: skip
+        about = json.dumps({"rounds": rounds_to_json(rounds), "common": common})
+        header = CopyHeader(rounds.count, digest, about, sizes)
+        with self._changed:
+            self._header, self._tensors = header, tensors
+            self._moments, self._is_copied = {}, False
+
+
+def tensors_of(outer: OuterState) -> dict[str, Tensor]:
+    """The tensors of a copy by name."""
+    return {
+        f"{kind} {unit}": tensor
+        for unit, state in outer.units.items()
+        for kind, tensor in (("anchor", state.anchor), ("momentum", state.momentum))
+    }
+
+
+def moments_of(host: Host) -> dict[str, Tensor]:
+    """Copies of the moments and counters of the inner optimizer, in host memory, by name."""
+    found: dict[str, Tensor] = {}
+    for shard in host.plan.shards:
+        for kind in ALL_MOMENTS.kinds:
+            values = torch.zeros(shard.numel, dtype=torch.float32)
+            host.read_moments(shard, kind, values)
+            found[f"{kind} {shard.name}"] = values
+    return found | {COUNTERS: host.inner_counters()}
+
+
+def set_moments(host: Host, moments: Mapping[str, Tensor]) -> None:
+    """Inverse of `moments_of`, on an inner optimizer that may not have made a step."""
+    host.create_moments()
+    for shard in host.plan.shards:
+        for kind in ALL_MOMENTS.kinds:
+            host.write_moments(shard, kind, moments[f"{kind} {shard.name}"])
+    host.set_inner_counters(moments[COUNTERS])
+
+
+def writer_to(tensors: Mapping[str, Tensor]) -> Callable[[str, int, bytes], None]:
+    """The function that puts chunks of a copy into tensors."""
+
+    def write(name: str, start: int, chunk: bytes) -> None:
+        part = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+        _bytes_of(tensors[name])[start : start + len(chunk)].copy_(part)
+
+    return write
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(torch.uint8)

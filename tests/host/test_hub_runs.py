@@ -1,0 +1,230 @@
+"""Elastic runs of real Megatron: replicas are killed, frozen, leave, return and join.
+
+Needs torch 2.14. Would catch: a run with a hub that trains otherwise than one without, a commit
+that some replica has not applied, samples lost or consumed twice, and a survivor that waits for a
+lost replica.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness.elastic_run import ElasticRun, elastic_run
+from tests.host.layouts import LAYOUTS
+from tests.host.runs import run_edit
+from tests.host.spy import read_records
+
+HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
+pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
+RECORD = "tests.host.spy:record"
+WARMUP = 2
+
+
+def losses_of(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """Step, loss and learning rate of each iteration in a replica's event file."""
+    return [(x["replica_step"], x["loss"], x["lr"]) for x in lines if "replica_step" in x]
+
+
+def finish(run: ElasticRun, names: str) -> None:
+    """Wait for the regular end of replicas."""
+    for name in names:
+        assert run.codes(name, 120) == [0] * run.ranks, run.tails()
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "more"),
+    [
+        ("m3", 3, {}),
+        ("m2", 2, {"edit_sync_dtype": "bf16", "edit_offload": True}),
+        ("tp2", 2, {"edit_outer_momentum": 0.9}),
+    ],
+)
+def test_hub_changes_no_bit(
+    tmp_path: Path, layout: str, replicas: int, more: dict[str, Any]
+) -> None:
+    ranks, flags = LAYOUTS.get(layout, (1, {}))
+    flags = {**flags, **more, "train_iters": 17, "global_batch_size": 4 * replicas,
+             "lr_decay_style": "cosine", "lr_warmup_iters": 3}  # fmt: skip
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    without = run_edit(
+        plain, replicas * ranks, replicas, before=RECORD, edit_sync_mode="blocking",
+        edit_warmup_steps=WARMUP, edit_sync_interval=4, **flags,
+    )  # fmt: skip
+    finals = {record["digest"] for record in read_records(plain, replicas * ranks)}
+    names = "abc"[:replicas]
+    with elastic_run(tmp_path / "hub", replicas, ranks=ranks, flags=flags, before=RECORD) as run:
+        for name in names:
+            run.start(name)
+        finish(run, names)
+        for number, name in enumerate(names):
+            before = losses_of(without.lines(f"replica-{number}.jsonl"))
+            assert losses_of(run.lines(f"replica-{name}.jsonl")) == before
+            digests = {record["digest"] for record in read_records(run.spy_dir(name), ranks)}
+            assert digests == finals
+        rows = run.lines("sync.jsonl")
+        for line, same in zip(rows, without.syncs, strict=True):
+            for key in ("round", "iteration", "norms", "weights", "clip", "update_norm"):
+                assert line[key] == same[key], key
+        assert run.check_blocks(WARMUP * replicas) == (17 - WARMUP) * replicas
+        (end,) = run.events("end")
+        assert end["reason"] == "finished" and end["holes"] == []
+
+
+def test_killed_replica_returns(tmp_path: Path) -> None:
+    flags = {"train_iters": 150, "global_batch_size": 12, "lr_decay_style": "cosine"}
+    with elastic_run(tmp_path, 3, flags=flags) as run:
+        for name in "abc":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.signal("b", signal.SIGKILL)
+        run.wait_for(lambda: run.events("leave"), 20)
+        run.wait_for_commits(len(run.events("commit")) + 2)
+        run.start("b")
+        run.wait_for(lambda: "b" in run.events("commit")[-1]["members"], 60)
+        finish(run, "abc")
+        run.check_blocks(WARMUP * 3)
+        assert [line["reason"] for line in run.events("leave")[:1]] == ["lost"]
+        rates: dict[int, set[float]] = {}
+        for name in "abc":
+            for line in run.lines(f"replica-{name}.jsonl"):
+                if "lr" in line:
+                    rates.setdefault(line["samples_all"], set()).add(line["lr"])
+        assert all(len(values) == 1 for values in rates.values()), "learning rates differ"
+
+
+def test_hub_is_killed_again_and_again(tmp_path: Path) -> None:
+    with elastic_run(tmp_path, 2, flags={"train_iters": 300, "global_batch_size": 8}) as run:
+        for name in "ab":
+            run.start(name)
+        for count in range(10):
+            run.wait_for_commits(2 * count + 2)
+            run.signal_hub(signal.SIGKILL)
+            run.start_hub()
+        finish(run, "ab")
+        assert run.check_blocks(WARMUP * 2) == 298 * 2
+        assert run.events("open")[-1]["term"] == 11
+        assert not [line for line in run.events("leave") if line["reason"] != "finished"]
+
+
+def test_frozen_replica_is_fenced_and_rejoins(tmp_path: Path) -> None:
+    flags = {"train_iters": 400, "global_batch_size": 12}
+    with elastic_run(tmp_path, 3, flags=flags) as run:
+        for name in "abc":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.signal("c", signal.SIGSTOP)
+        run.wait_for(lambda: run.events("leave"), 30)
+        run.wait_for_commits(len(run.events("commit")) + 2)
+        run.signal("c", signal.SIGCONT)
+        assert run.codes("c") == [5]
+        run.start("c")
+        run.wait_for(lambda: "c" in run.events("commit")[-1]["members"], 60)
+        finish(run, "abc")
+        run.check_blocks(WARMUP * 3)
+
+
+def test_replica_leaves_on_request_and_another_joins(tmp_path: Path) -> None:
+    flags = {"train_iters": 300, "global_batch_size": 8, "exit_signal_handler": True}
+    with elastic_run(tmp_path, 2, flags=flags) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.signal("a", signal.SIGTERM)
+        assert run.codes("a") == [0]
+        assert run.events("leave")[0]["reason"] == "signal"
+        run.start("d")
+        run.start("e")
+        run.wait_for(lambda: run.events("commit")[-1]["members"] == ["b", "d", "e"], 60)
+        finish(run, "bde")
+        run.check_blocks(WARMUP * 2)
+
+
+def test_rank_of_a_replica_is_killed(tmp_path: Path) -> None:
+    flags = {"train_iters": 200, "global_batch_size": 8, "tensor_model_parallel_size": 2}
+    with elastic_run(tmp_path, 2, ranks=2, flags=flags) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.signal("b", signal.SIGKILL, rank=1)
+        run.wait_for(lambda: run.events("leave"), 20)
+        run.signal("b", signal.SIGKILL)
+        run.start("b")
+        run.wait_for(lambda: len(run.events("epoch")) >= 3, 60)
+        finish(run, "ab")
+        run.check_blocks(WARMUP * 2)
+
+
+def test_timed_rounds_are_elastic(tmp_path: Path) -> None:
+    flags = {"edit_strategy": "a-edit", "edit_sync_seconds": 0.5, "edit_sync_interval": None,
+             "train_iters": 200, "global_batch_size": 12}  # fmt: skip
+    with elastic_run(tmp_path, 3, flags=flags) as run:
+        for name in "abc":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.signal("a", signal.SIGKILL)
+        run.wait_for(lambda: run.events("leave"), 20)
+        run.wait_for_commits(len(run.events("commit")) + 1)
+        run.start("a")
+        finish(run, "bc")
+        assert run.codes("a", 60) == [0]
+        run.check_blocks(WARMUP * 3)
+
+
+def test_hub_stop_ends_the_run_with_a_save(tmp_path: Path) -> None:
+    flags = {"train_iters": 1000, "global_batch_size": 8, "save": tmp_path / "saves",
+             "save_interval": 10_000}  # fmt: skip
+    with elastic_run(tmp_path, 2, flags=flags) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.ask_hub("stop")
+        finish(run, "ab")
+        committed = run.events("commit")[-1]["samples"] // 8
+        tracker = tmp_path / "saves" / "latest_checkpointed_iteration.txt"
+        assert int(tracker.read_text()) == committed
+        assert run.events("end")
+
+
+def test_checkpoint_resumes_with_another_membership(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 80, "global_batch_size": 8, "save": saves, "save_interval": 10}
+    with elastic_run(tmp_path / "first", 2, flags=flags) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for_commits(8)
+        run.wait_for(lambda: (saves / "latest_checkpointed_iteration.txt").exists(), 30)
+        for name in "ab":
+            run.signal(name, signal.SIGKILL)
+        run.wait_for(lambda: len(run.events("leave")) == 2, 100)
+        rounds = len(run.events("commit"))
+        for name in "bc":
+            run.start(name, load=saves)
+        finish(run, "bc")
+        lineages = [line["lineage"] for line in run.events("open")]
+        assert lineages[-1] == 1, run.journal()[-1]
+        resumed = run.events("open")[-1]["round"]
+        assert 0 < resumed <= rounds
+
+
+@pytest.mark.parametrize("policy", ["leader", "reset"])
+def test_joiner_copies_moments(tmp_path: Path, policy: str) -> None:
+    """With the policy `reset` it begins with moments of its own."""
+    flags = {"train_iters": 200, "global_batch_size": 8, "edit_inner_state": policy}
+    with elastic_run(
+        tmp_path, 2, flags=flags, before="tests.host.spy_moments:record_first_moments"
+    ) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.start("c")
+        run.wait_for(lambda: "c" in run.events("commit")[-1]["members"], 60)
+        finish(run, "abc")
+        run.check_blocks(WARMUP * 2)
+        first = (run.spy_dir("c") / "first-counter.txt").read_text()
+        assert (float(first) > 5) is (policy == "leader"), first
