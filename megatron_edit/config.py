@@ -404,7 +404,7 @@ def check_elastic(config: EditConfig) -> None:
 
 def _refuse_not_elastic(config: EditConfig) -> None:
     if not STRATEGIES[config.strategy].is_elastic:
-        elastic = [name for name, strategy in STRATEGIES.items() if strategy.is_elastic]
+        able = [name for name, strategy in STRATEGIES.items() if strategy.is_elastic]
         raise UsageError(
             f"{flag('strategy')} {config.strategy}",
             f"is not elastic yet: {flag('hub')} cannot be given with it",

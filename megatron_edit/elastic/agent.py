@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +198,10 @@ class Agent:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._session: tuple[socket.socket, FrameCodec] | None = None
         self._progress = (0, 0, 0)
+        self._is_working, self._num_beats = False, 0  # beats while it is
+        self._wakes, self._wake = socket.socketpair()  # a byte for each report
+        self._wakes.setblocking(False)
+        self._wake.setblocking(False)
         self._last_heard, self._num_closed, self._run_id = 0.0, 0, b""
         self._last_order: LastOrder | None = None
         self._is_taken = threading.Event()  # the last order, or nobody waits for orders any more
@@ -215,6 +220,18 @@ class Agent:
     def report(self, what: Report) -> None:
         """Report what the ranks have done. Returns at once."""
         self._reports.put(what)
+        with suppress(BlockingIOError):  # the thread has been woken often enough
+            self._wake.send(b".")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let heartbeats count as progress inside the context, for work that takes no steps, as a
+        save."""
+        self._is_working = True
+        try:
+            yield
+        finally:
+            self._is_working = False
 
     def progressed(self, step: int, batches: int, exchanged: int = 0) -> None:
         """Set what heartbeats count. The hub takes out a replica that others wait for while none
@@ -328,15 +345,21 @@ class Agent:
         assert self._session is not None, "no connection"
         connection, codec = self._session
         selector.register(connection, selectors.EVENT_READ)
+        selector.register(self._wakes, selectors.EVENT_READ)
         reader, next_beat = _FrameReader(codec), self._clock()
         while self._state.task is not Task.ENDED:
             self._take_reports()
             if self._clock() >= next_beat:
                 next_beat = self._clock() + HEARTBEAT_SECONDS
-                self._send(AliveMessage(*self._progress))
+                self._num_beats += self._is_working
+                step, batches, exchanged = self._progress
+                self._send(AliveMessage(step, batches, exchanged + self._num_beats))
             if self._closing.is_set() and self._reports.empty():
                 return
-            if not selector.select(READ_SECONDS):
+            ready = [key.fileobj for key, _ in selector.select(READ_SECONDS)]
+            if self._wakes in ready:
+                self._wakes.recv(1 << 12)
+            if connection not in ready:
                 if self._clock() - self._last_heard > SILENT_SECONDS:
                     return
                 continue

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -192,6 +193,12 @@ class Membership:
         """Let heartbeats report parts of exchanges that have arrived, besides the former."""
         self._exchanged += count
         self.progressed(*self._progress)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let heartbeats report progress inside the context, for work that takes no steps."""
+        with nullcontext() if self.agent is None else self.agent.working():
+            yield
 
     def join(self) -> bool:
         """Wait for the hub's decision on this replica; return whether it has to copy the state.

@@ -7,7 +7,7 @@ every save.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from megatron_edit.constants import ALL, LEADER
 from megatron_edit.engine import EditEngine
@@ -68,7 +68,8 @@ class SaveControl:
         if self._waits_for_sync():
             self._is_deferred = True
         else:
-            self._writer.write(self._plan(call.arguments["iteration"]), call)
+            with nullcontext() if engine.elastic is None else engine.elastic.membership.working():
+                self._writer.write(self._plan(call.arguments["iteration"]), call)
             self._saved_step, self._is_deferred = engine.status.step, False
         engine.clock.resume()
 
