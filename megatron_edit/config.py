@@ -408,7 +408,7 @@ def _refuse_not_elastic(config: EditConfig) -> None:
         raise UsageError(
             f"{flag('strategy')} {config.strategy}",
             f"is not elastic yet: {flag('hub')} cannot be given with it",
-            f"use {' or '.join(elastic)}, or drop {flag('hub')}",
+            f"use {' or '.join(able)}, or drop {flag('hub')}",
         )
     for name, elastic in _ELASTIC.items():
         value = getattr(config, name)
