@@ -6,11 +6,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.host.files import one_at_a_time
 from megatron_edit.host.seams.megatron import ParallelState
 from megatron_edit.host.seams.patching import Patcher
 
@@ -65,7 +66,8 @@ def gate_dataset_index(patcher: Patcher, world: ReplicaWorld) -> None:
         def gated(*args: P.args, **kwargs: P.kwargs) -> R:
             event = f"datasets/{next(calls)}"  # once per virtual pipeline stage
             world.wait_for_first_replica(event)
-            built = build(*args, **kwargs)
+            with _alone_in(_index_folder(), world):
+                built = build(*args, **kwargs)
             world.announce(event)
             return built
 
@@ -93,7 +95,7 @@ def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) ->
             if world is not None:
                 world.wait_for_first_replica("helpers")
             if not is_prebuilt:
-                with _own_python_first():
+                with _own_python_first(), _alone_in(folder, world):
                     compile_helpers()
             if world is not None:
                 world.announce("helpers")
@@ -101,6 +103,32 @@ def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) ->
         return gated
 
     patcher.wrap(utils, "compile_helpers", around)
+
+
+def _alone_in(folder: Path | None, world: ReplicaWorld | None) -> AbstractContextManager[None]:
+    """Keep the replicas of an elastic run, of which none is the first, from writing to a folder at
+    the same time. The other ranks of a replica wait for rank 0 in Megatron's own code."""
+    is_writer = world is not None and world.is_alone and world.placement.rank == 0
+    return one_at_a_time(folder) if is_writer and folder is not None else nullcontext()
+
+
+def _index_folder() -> Path | None:
+    """Return the folder of Megatron's indices of data sets; None where it writes none."""
+    from megatron.training import get_args
+
+    args = get_args()
+    if args.data_cache_path:
+        return Path(args.data_cache_path)
+    prefixes = [word for word in args.data_path or () if not _is_number(word)]
+    return Path(prefixes[0]).parent / "cache" if prefixes else None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager

@@ -6,9 +6,12 @@ file systems, so that in a launch an error on one rank is reported to all.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_edit.comm.worlds import ReplicaWorld
@@ -49,6 +52,26 @@ def check_data(args: Namespace, provider: object) -> CorpusReport | None:
         UsageError: the corpus cannot be used.
     """
     return check_corpus(args) if reads_indexed_corpus(provider) else None
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one process at a time be inside the context for a folder, on any machine that sees it.
+
+    Without locks on the file system, or in a folder that cannot be written to, nobody waits.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".megatron_edit.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def claim_data_check(world: ReplicaWorld) -> bool:

@@ -470,4 +470,4 @@ class TrainingLoop:
         if self._run is not None:
             self._run.writer.finish()
             if (elastic := self._run.engine.elastic) is not None:
-                elastic.leave("finished")
+                elastic.leave()

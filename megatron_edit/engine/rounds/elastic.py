@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_edit.comm.collectives import Work
 from megatron_edit.constants import FP32_BYTES
 from megatron_edit.elastic.copies import CopyHeader, CopyMovedError, fetch
 from megatron_edit.elastic.messages import Heal, Ready
@@ -70,13 +71,15 @@ class RoundAttempt:
         self._num_arrived = 0  # units whose average is here
         self._before = rounds.state.rounds.for_members(rounds.membership.members)
         self._began = time.monotonic()
-        row = rounds.meetings.pack(norms, round_loss=loss)
-        self._records = rounds.groups.meeting.start_all_gather(row)
+        self._row = rounds.meetings.pack(norms, round_loss=loss)
+        self._records: tuple[Work, torch.Tensor] | None = None
 
     def advance(self) -> bool:
         """Gather the records, plan the round, and exchange it; see `membership.Attempt`."""
         rounds = self._rounds
         if self.sync is None:
+            if self._records is None:
+                self._records = rounds.groups.meeting.start_all_gather(self._row)
             work, rows = self._records
             if not work.advance():
                 return False
@@ -212,10 +215,17 @@ class ElasticRounds:
         self.membership.check()
         self._serve_moments()
 
-    def leave(self, reason: str) -> None:
-        """Tell the hub that this replica ends; what it has trained in this round is lost."""
+    def leave(self, reason: str | None = None) -> None:
+        """Tell the hub that this replica ends; what it has trained in this round is lost.
+
+        Args:
+            reason: `signal`; None: `finished` where no sample is left, or the hub has ended
+                training.
+        """
+        assignment = self.state.rounds.assignment
+        is_finished = self.is_ending or (assignment is not None and assignment.is_over)
         self.parts.shared.withdraw()
-        self.membership.leave(reason)
+        self.membership.leave(reason or ("finished" if is_finished else "signal"))
 
     def meet(self, meeting: MeetingPlan) -> None:
         """Meet the other replicas, and sync.
