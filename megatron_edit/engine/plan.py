@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -346,7 +347,7 @@ class RoundPlan:
     next_meeting_without_step: bool = False
     moments: MomentRule = NO_MOMENTS
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Consumed by all replicas so far."""
         return sum(record.samples for record in self.records)
