@@ -397,8 +397,8 @@ class EditEngine:
             with torch.no_grad():
                 detectors = completion.run(detectors)
         rounds = replace(
-            saved.rounds,
-            detectors=detectors.for_replicas(self.groups.sync.size),
+            saved.rounds if self.elastic is not None else saved.rounds.numbered(),
+            detectors=detectors.for_replicas(len(saved.rounds.unit_steps)),
             length=saved.rounds.length or self._round_length(saved.replica.step),
         )
         if self.elastic is not None:

@@ -281,6 +281,10 @@ class RoundState:
         )
         return cls(0, detectors, steps, losses, assignment=assignment, members=members)
 
+    def numbered(self) -> RoundState:
+        """The state of replicas that have numbers, whatever their names were."""
+        return replace(self, members=(), assigned_to=())
+
     def for_members(self, members: tuple[str, ...]) -> RoundState:
         """The state with rows for these replicas, known by name; those of new ones are fresh. The
         assignment of the round is unchanged."""

@@ -80,8 +80,14 @@ class LossHistory:
         return saved if len(saved.mean) == num_replicas else cls.fresh(num_replicas)
 
     def of_rows(self, rows: Sequence[int | None]) -> LossHistory:
-        """The histories of these replicas, in this order; None is a new replica."""
+        """The histories of these replicas, in this order; None is a new replica.
+
+        All are fresh where the replicas become enough to be compared, or too few: before and after
+        that, the values are of different kinds.
+        """
         chosen = LossHistory.fresh(len(rows))
+        if (len(rows) < FEWEST_COMPARED) != (len(self.mean) < FEWEST_COMPARED):
+            return chosen
         for name, tensor in vars(chosen).items():
             for place, row in enumerate(rows):
                 if row is not None:

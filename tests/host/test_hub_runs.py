@@ -193,7 +193,8 @@ def test_hub_stop_ends_the_run_with_a_save(tmp_path: Path) -> None:
 
 def test_checkpoint_resumes_with_another_membership(tmp_path: Path) -> None:
     saves = tmp_path / "saves"
-    flags = {"train_iters": 80, "global_batch_size": 8, "save": saves, "save_interval": 10}
+    flags = {"train_iters": 80, "global_batch_size": 8, "save": saves, "save_interval": 10,
+             "edit_anomaly_warmup_syncs": 1}  # fmt: skip
     with elastic_run(tmp_path / "first", 2, flags=flags) as run:
         for name in "ab":
             run.start(name)
@@ -210,6 +211,10 @@ def test_checkpoint_resumes_with_another_membership(tmp_path: Path) -> None:
         assert lineages[-1] == 1, run.journal()[-1]
         resumed = run.events("open")[-1]["round"]
         assert 0 < resumed <= rounds
+        first = run.lines("sync.jsonl")[0]
+        assert first["members"] == ["b", "c"]
+        # The statistics of b are those of the checkpoint; c was not there.
+        assert all(z[0] is not None and z[1] is None for z in first["z"])
 
 
 @pytest.mark.parametrize("policy", ["leader", "reset"])

@@ -249,8 +249,10 @@ class ElasticRounds:
 
     def begins_with(self, rounds: RoundState) -> RoundState:
         """The state of a checkpoint for the replicas that begin this run, known by name."""
-        members = self.membership.members
-        return replace(rounds.for_members(members), assigned_to=members)
+        members, assignment = self.membership.members, rounds.assignment
+        if assignment is not None and len(members) != assignment.num_replicas:
+            assignment = replace(assignment, num_replicas=len(members), quotas=None)
+        return replace(rounds.for_members(members), assignment=assignment, assigned_to=members)
 
     def begin(self) -> None:
         """Begin local training: let other replicas copy the state. Collective: the replica."""

@@ -69,6 +69,7 @@ def rounds_of(
         assignment=plan.assignment,
         resumes_at_meeting=plan.resumes_at_meeting,
         first_loss=manifest.first_loss if continues else None,
+        members=manifest.members if continues else (),
     )
 
 

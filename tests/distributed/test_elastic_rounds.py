@@ -1,0 +1,134 @@
+"""Elastic rounds over real process groups against the NumPy oracle, with a scripted membership."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.distributed.elastic_scenarios import Exchange, Script
+from tests.distributed.test_rounds import SIZES, make_moves
+from tests.harness import RankResult, run_ranks
+from tests.reference.elastic_rounds import ElasticCommit, ElasticRounds, ElasticSettings
+from tests.reference.oracle import OracleSettings
+from tests.reference.outer_rules import settings_for
+
+SCENARIO = "tests.distributed.elastic_scenarios:run_script"
+NAMES = ("B", "a", "b.2", "node9")  # sorted by code point
+TAU = 2
+PENALTY = OracleSettings(threshold=12.0, alpha=0.3, warmup_syncs=2, max_norm=0.5)
+SETTINGS = {
+    "sync_interval": TAU, "clip": 0.5, "anomaly_threshold": 12.0, "anomaly_alpha": 0.3,
+    "anomaly_warmup_syncs": 2,
+}  # fmt: skip
+Moves = list[dict[str, list[dict[str, Any]]]]
+
+
+def draw_moves(rounds: int, seed: int) -> tuple[dict[str, Any], Moves]:
+    """Start values, and a displacement for each round, name and step."""
+    start, rows = make_moves(rounds, len(NAMES) * TAU, seed)
+    moves = [
+        {name: row[place * TAU : (place + 1) * TAU] for place, name in enumerate(NAMES)}
+        for row in rows
+    ]
+    return start, moves
+
+
+def expect(script: Script, start: dict[str, Any], moves: Moves, target: int) -> list[ElasticCommit]:
+    """Play the script in the oracle."""
+    strategy = settings_for("edit", tau=TAU, penalty=PENALTY, dtype=np.float32)
+    oracle = ElasticRounds(ElasticSettings(strategy, target), start, script.founders)
+    commits = []
+    for number, tries in enumerate(script.rounds):
+        joined = {name for each in tries for name in each.joined}
+        steps: dict[str, int] = {}
+        gradients: dict[str, dict[str, Any]] = {}
+        for name in tries[-1].members:
+            steps[name] = 0 if name in joined else oracle.most_steps(name)
+            gradients[name] = {}
+            for unit, anchor in oracle.anchor.items():
+                theta = np.array(anchor, dtype=np.float32)
+                for move in moves[number][name][: steps[name]]:
+                    theta += move[unit]
+                gradients[name][unit] = anchor - theta
+        commits.append(oracle.commit(tries[-1].members, steps, gradients, {}))
+    return commits
+
+
+def assert_equal_to_oracle(results: list[RankResult], expected: list[ElasticCommit]) -> None:
+    """Compare all that each replica has applied, and that all members of a round have the same."""
+    bits: list[set[bytes]] = [set() for _ in expected]
+    applied: list[set[str]] = [set() for _ in expected]
+    for result, name in zip(results, NAMES, strict=True):
+        for ours in result.value:
+            commit = expected[ours["round"]]
+            applied[ours["round"]].add(name)
+            assert ours["members"] == commit.members
+            assert ours["inner_steps"] == tuple(len(commit.blocks[n]) for n in commit.members)
+            assert ours["blocks"] == commit.blocks[name]
+            is_over = not any(commit.assignment.values())
+            assert ours["samples"] == commit.samples and ours["told"] == (commit.samples, is_over)
+            for u, unit in enumerate(SIZES):
+                want = [commit.weights[unit][n] for n in commit.members]
+                np.testing.assert_allclose(ours["weights"][:, u], want, rtol=1e-5, err_msg=unit)
+                left_out = [n in commit.left_out[unit] for n in commit.members]
+                assert ours["anomalous"][:, u].tolist() == left_out
+                for key, full in (
+                    ("anchor", commit.anchor),
+                    ("momentum", commit.momentum),
+                    ("theta", commit.anchor),
+                ):
+                    np.testing.assert_allclose(
+                        ours[key][unit], full[unit], rtol=1e-5, atol=1e-6,
+                        err_msg=f"{key} of {unit} after round {ours['round']}",
+                    )  # fmt: skip
+            bits[ours["round"]].add(
+                b"".join(ours[k][u].tobytes() for k in ("anchor", "momentum") for u in SIZES)
+            )
+    assert applied == [set(commit.members) for commit in expected]
+    assert all(len(each) == 1 for each in bits)
+
+
+def run_both(script: Script, target: int, seed: int) -> list[ElasticCommit]:
+    """Run a script with real replicas and in the oracle, and compare them."""
+    start, moves = draw_moves(len(script.rounds), seed)
+    moves[5]["b.2"][0]["layer.1"][3] = np.nan
+    expected = expect(script, start, moves, target)
+    closeness = min(r.closeness for commit in expected for r in commit.records.values())
+    assert closeness > 1e-3, "rounding decides; change the seed"
+    results = run_ranks(
+        SCENARIO, len(NAMES), (NAMES, script, SETTINGS, start, moves, target), check=True
+    )
+    assert_equal_to_oracle(results, expected)
+    return expected
+
+
+def test_replicas_that_leave_join_and_return_equal_the_oracle() -> None:
+    """Catches: blocks of a lost replica that are dropped, a joiner with weight or with another
+    state, an abandoned exchange that moves parameters, rows of another name."""
+    founders, two, three = ("a", "b.2", "node9"), ("a", "b.2"), ("a", "b.2", "node9")
+    script = Script(
+        founders,
+        (
+            (Exchange(founders),),
+            (Exchange(two),),  # node9 is lost in the middle of the round
+            (Exchange(("B", *two), joined=("B",)),),
+            (Exchange(("B", *two), lost=("b.2",)), Exchange(("B", "a"))),
+            (
+                Exchange(NAMES, joined=("b.2", "node9"), lost=("B",), is_complete=False),
+                Exchange(three),
+            ),
+            (Exchange(three),),
+            (Exchange(("a",)),),  # the two others are lost in the middle of the round
+            (Exchange(two, joined=("b.2",)),),
+            # b.2 is lost and back before the commit
+            (Exchange(two, lost=("b.2",)), Exchange(two, joined=("b.2",))),
+            (Exchange(two),),
+            (Exchange(two),),
+        ),
+    )
+    commits = run_both(script, target=37, seed=3)
+    assert not any(commits[-1].assignment.values())  # the run is over
+    assert "b.2" in commits[5].left_out["layer.1"]
+    steps = [{n: len(run) for n, run in commit.blocks.items()} for commit in commits]
+    assert steps[2] == {"B": 0, "a": 2, "b.2": 2} and steps[-1] == {"a": 1, "b.2": 0}
