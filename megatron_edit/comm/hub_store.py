@@ -5,6 +5,7 @@ Needs torch >= 2.14 (`ProcessGroup.reconfigure`, marked experimental there).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -131,6 +132,11 @@ class EpochGroup:
     def handle(self) -> str:
         """What the other ranks need to form a group with this one; each forming changes it."""
         return str(self.process_group.get_reconfigure_handle())
+
+    def leave_behind(self) -> None:
+        """Never use it again. Its destructor would wait for collectives that may never end: one
+        reference is leaked."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.process_group))
 
     def form(self, uuid: int, handles: Sequence[str]) -> None:
         """Form the group anew, with these ranks; what was on its way is lost.

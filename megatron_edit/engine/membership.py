@@ -108,12 +108,26 @@ class Transports:
     Attributes:
         sync: for parameters. `meeting`: for records; on the same transport, as the two are never
             used at once.
-        parts: the transport of both, then those of the phases of encoded exchanges.
+        make: makes a transport.
+        num_parts: transports: that of both groups, then those of the phases of encoded exchanges.
+        parts: the transports.
     """
 
     sync: Group
     meeting: Group
-    parts: Sequence[EpochGroup]
+    make: Callable[[], EpochGroup]
+    num_parts: int
+    parts: tuple[EpochGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.parts = tuple(self.make() for _ in range(self.num_parts))
+
+    def renew(self) -> None:
+        """Use other transports from now on: a collective that waits for a lost rank holds one of
+        the few threads of its transport until its time-out."""
+        for part in self.parts:
+            part.leave_behind()
+        self.__post_init__()
 
     @property
     def handles(self) -> list[str]:
@@ -357,6 +371,7 @@ class Membership:
         if attempt is not None:
             attempt.abandon()
             self._aside.append(attempt)
+            self.transports.renew()
 
     def _form(self, order: FormEpoch) -> bool:
         """Form the groups of an epoch; return whether all ranks of the replica have."""

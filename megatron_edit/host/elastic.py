@@ -9,7 +9,6 @@ import secrets
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -167,8 +166,9 @@ def _transports(
         name = f"{name} group {world.placement.rank}"
         return Group(None, 0, 1, where, world.timeout, name, is_own=True)
 
-    parts: Sequence[EpochGroup] = [part() for _ in range(1 + 2 * num_phases_of(config))]
-    return Transports(group("sync", device), group("meeting", torch.device("cpu")), parts)
+    on_cpu = torch.device("cpu")
+    num_parts = 1 + 2 * num_phases_of(config)
+    return Transports(group("sync", device), group("meeting", on_cpu), part, num_parts)
 
 
 def _own_address(hub: HubAddress) -> str:

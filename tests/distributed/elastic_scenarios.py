@@ -263,6 +263,9 @@ class ScriptedTransports(Transports):
             group.process_group, group.rank, group.size = made, rank, size
 
 
+ANY: Any = None
+
+
 @dataclass
 class RecordingHost(ToyHost):
     """Calls a function when a round has been applied."""
@@ -303,7 +306,7 @@ class Replica:
 
         shared, control = SharedState(), group("control")
         server = CopyServer(shared, b"", "127.0.0.1")
-        transports = ScriptedTransports(group("sync"), group("meeting"), ())
+        transports = ScriptedTransports(group("sync"), group("meeting"), lambda: ANY, 0)
         agent = cast(Agent, ScriptedAgent(name, script, place))
         address = f"127.0.0.1:{server.port}"
         membership = Membership(name, agent, control, transports, address)

@@ -18,6 +18,7 @@ from tests.harness.elastic_run import ElasticRun, elastic_run
 from tests.host.layouts import LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
+from tests.host.spy_exchange import SIGNALS
 
 HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
@@ -233,3 +234,23 @@ def test_joiner_copies_moments(tmp_path: Path, policy: str) -> None:
         run.check_blocks(WARMUP * 2)
         first = (run.spy_dir("c") / "first-counter.txt").read_text()
         assert (float(first) > 5) is (policy == "leader"), first
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
+    """With all units on their way: collectives that wait for it must not hold up the next ones."""
+    flags = {"train_iters": 120, "global_batch_size": 8, "num_layers": 6}
+    with elastic_run(
+        tmp_path, 4, flags=flags, before="tests.host.spy_exchange:end_in_exchange"
+    ) as run:
+        for name in "abcd":
+            run.start(name)
+        run.wait_for_commits(2)
+        (run.spy_dir("c") / "signal").write_text(str(int(SIGNALS[how])))
+        run.wait_for(lambda: run.events("leave"), 40)
+        count = len(run.events("commit"))
+        run.wait_for_commits(count + 2, 20)
+        if how == "frozen":
+            run.signal("c", signal.SIGKILL)
+        finish(run, "abd")
+        run.check_blocks(WARMUP * 4)

@@ -206,7 +206,7 @@ def test_replica_leaves_once() -> None:
         def close(self, timeout: float) -> None:
             calls.append("closed")
 
-    transports = Transports(ANYTHING, ANYTHING, ())
+    transports = Transports(ANYTHING, ANYTHING, ANYTHING, 0)
     agent: Any = Listener()
     membership = Membership("a", agent, ANYTHING, transports, "")
     membership.leave("signal")
