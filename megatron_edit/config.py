@@ -386,6 +386,12 @@ def check_elastic(config: EditConfig) -> None:
             f"must be {REPLICA_NAME_RULE}",
             "give another name",
         )
+    if re.search(r"\.\d+$", config.replica_name or ""):
+        raise UsageError(
+            f"{flag('replica_name')} {config.replica_name}",
+            "must not end in a dot and digits, as event files of earlier runs do",
+            "give another name",
+        )
     for name in ("num_replicas", "replica_id", "rendezvous"):
         if getattr(config, name) is not None:
             raise UsageError(

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-GONE_SECONDS = 3.0  # without a connection
-SILENT_SECONDS = 10.0  # with a connection, without a heartbeat
+GONE_SECONDS = 1.0  # without a connection: a replica connects again within a tenth of that
+# With a connection, without a heartbeat; and without a connection where the hub itself was away.
+SILENT_SECONDS = 10.0
+REPLACED_SECONDS = 3.0  # silence after which another process may take over the name
 MASS_SECONDS = 60.0  # where more than half of the replicas are silent: the fault is the hub's link
 # After such a pause of the hub itself, every replica gets the full time again.
 LATE_TICK_SECONDS = 2.0
@@ -26,6 +28,7 @@ class Contact:
     Attributes:
         heard: when anything arrived.
         gone: when its connection ended; None while it has one.
+        patience: seconds that it may be gone.
         progress: what its last heartbeat counted: steps, evaluated batches, what was exchanged.
         progressed: when that changed.
         stepped: when the number of steps changed.
@@ -34,6 +37,7 @@ class Contact:
 
     heard: float
     gone: float | None = None
+    patience: float = GONE_SECONDS
     progress: Progress = (0, 0, 0)
     progressed: float = 0.0
     stepped: float = 0.0
@@ -55,7 +59,7 @@ class Liveness:
     def heard(self, name: str, now: float) -> None:
         """Note that a message, or a connection, of a replica has arrived."""
         contact = self._contact(name, now)
-        contact.heard, contact.gone = now, None
+        contact.heard, contact.gone, contact.patience = now, None, GONE_SECONDS
 
     def progressed(self, name: str, progress: Progress, now: float) -> None:
         """Note what a heartbeat counts."""
@@ -102,6 +106,7 @@ class Liveness:
         for contact in self._contacts.values():
             contact.heard = contact.progressed = contact.stepped = now
             contact.gone = None if contact.gone is None else now
+            contact.patience = SILENT_SECONDS
         return True
 
     def silent(self, names: Iterable[str], now: float) -> list[str]:
@@ -109,7 +114,8 @@ class Liveness:
         names = list(names)
         for name in names:
             if name not in self._contacts:  # known from the journal only
-                self._contact(name, now).gone = now
+                contact = self._contact(name, now)
+                contact.gone, contact.patience = now, SILENT_SECONDS
         silent = [name for name in names if self._silence(name, now) > 0]
         if 2 * len(silent) > len(names):
             silent = [n for n in silent if self._silence(n, now) > MASS_SECONDS - SILENT_SECONDS]
@@ -122,5 +128,5 @@ class Liveness:
         """Seconds beyond the limit; not positive within it."""
         contact = self._contacts[name]
         if contact.gone is not None:
-            return now - contact.gone - GONE_SECONDS
+            return now - contact.gone - contact.patience
         return now - contact.heard - SILENT_SECONDS

@@ -131,7 +131,10 @@ class _Step:
             case Healed():
                 self._healed(member, given)
             case Leave():
-                is_regular = given.reason in (LeaveReason.FINISHED, LeaveReason.SIGNAL)
+                # Only who holds the state knows that no sample is left.
+                holds_state = member.applied == self.state.round
+                is_finished = holds_state and given.reason == LeaveReason.FINISHED
+                is_regular = is_finished or given.reason == LeaveReason.SIGNAL
                 self._remove(member, given.reason if is_regular else LeaveReason.LOST)
             case Lost():
                 self._remove(member, given.reason)
@@ -162,10 +165,13 @@ class _Step:
                 self._send(hello.name, End(*self.state.end))
             else:
                 self._join(hello)
+                self._gather()
 
     def _refusal(self, hello: Hello) -> Refused | None:
         state = self.state
-        if state.nominal and hello.nominal != state.nominal:
+        # What a replica has said that was there before the run began, and is gone, does not count.
+        is_bound = bool(state.epoch or state.roster)
+        if is_bound and hello.nominal != state.nominal:
             return Refused(
                 f"--edit-nominal-replicas {hello.nominal}", f"the run has {state.nominal}",
                 "give all replicas the same number",
@@ -175,7 +181,7 @@ class _Step:
                 f"--edit-min-replicas {hello.minimum}", f"the hub has {state.minimum}",
                 "give hub and replicas the same number",
             )  # fmt: skip
-        if state.layout and hello.layout != state.layout:
+        if is_bound and hello.layout != state.layout:
             return Refused(
                 f"replica {hello.name}", "its model or settings differ from the other replicas'",
                 "give all replicas the same flags",
@@ -339,9 +345,10 @@ class _Step:
             self._vacate()
         elif name in state.members and state.phase in (Phase.FORM, Phase.EXCHANGE):
             self._abandon()
-        if self.state.phase is Phase.OPENING:
-            self._open_if_complete()
-        self._gather()
+        if not is_replaced:  # else the other one has still to join
+            if self.state.phase is Phase.OPENING:
+                self._open_if_complete()
+            self._gather()
 
     def _vacate(self) -> None:
         """Nobody holds the state any more: training is over, or starts again from a checkpoint."""

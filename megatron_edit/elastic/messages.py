@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from megatron_edit.constants import COMPACT_JSON, REPLICA_NAME, REPLICA_NAME_RULE
 
 NAME = re.compile(REPLICA_NAME)
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON can have it, UTF-8 cannot
 
 MAX_CHARACTERS = 1 << 16  # of a text: a digest has some characters for each unit
 MAX_ITEMS = 100_000  # of a list
@@ -393,6 +394,8 @@ def _checked(value: Any, kind: Any, place: str) -> Any:
             raise MessageError(f"{place}: not of type {kind.__name__}")
         if isinstance(value, str) and len(value) > MAX_CHARACTERS:
             raise MessageError(f"{place}: more than {MAX_CHARACTERS} characters")
+        if isinstance(value, str) and HALF_CHARACTER.search(value):
+            raise MessageError(f"{place}: half of a character, which no file can have")
         if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
             raise MessageError(f"{place}: more than {INTEGER_BITS} bits")
         return value

@@ -29,7 +29,7 @@ from megatron_edit.elastic.deadlines import Deadlines
 from megatron_edit.elastic.hub_state import HubState, Member, Phase, replay
 from megatron_edit.elastic.inputs import Disconnected, Input, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
-from megatron_edit.elastic.liveness import GONE_SECONDS, Liveness
+from megatron_edit.elastic.liveness import REPLACED_SECONDS, Liveness
 from megatron_edit.elastic.machine import name_in_use, step
 from megatron_edit.elastic.messages import (
     AliveMessage,
@@ -208,6 +208,8 @@ class Hub:
             if isinstance(send.message, Fenced | Refused | End):
                 del self._connections[send.name]
                 connection.writer.close()
+                if self.state.member(send.name) is None:
+                    self._liveness.forget(send.name)
 
     async def _tick(self) -> None:
         while True:
@@ -228,9 +230,13 @@ class Hub:
         self._tasks.add(task)
         try:
             configure_socket(writer.get_extra_info("socket"))
+            transport = writer.transport
+            assert isinstance(transport, asyncio.Transport), "a transport that cannot be read from"
+            transport.pause_reading()  # those that wait for a place use no memory
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 await self._places.acquire()
             try:
+                transport.resume_reading()
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     role, codec = await self._handshake(reader, writer)
                     first = codec.decode(await _frame(reader))
@@ -331,7 +337,7 @@ class Hub:
             now = self.clock()
             if self._liveness.seconds_since_heard(name, now) < now - began:
                 return False
-            if now - began > GONE_SECONDS:
+            if now - began > REPLACED_SECONDS:
                 self._disconnected(old)
                 old.writer.transport.abort()
             else:

@@ -49,7 +49,7 @@ from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
 from megatron_edit.engine.sync.syncs import Sync
-from megatron_edit.errors import ReplicaLostError
+from megatron_edit.errors import FencedError, ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import RoundStart
 
@@ -106,8 +106,7 @@ class EditEngine:
             settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes
         )  # fmt: skip
         self.syncs.begin_thread(self._with_context)
-        self._stream = SyncStream(groups.sync.streams)
-        self._flags = DelayedFlags(groups.control)
+        self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
         self.status = EngineStatus(settings, state, self.syncs, self._flags)
 
@@ -593,6 +592,8 @@ class EditEngine:
             if error.has_context:
                 raise
             place = f"{what or self.status.activity} (step {self.state.step})"
+            if self._is_alone:
+                raise FencedError(f"a rank of this replica is lost in {place}: {error}") from error
             raise with_lost_replicas(error, self._board.heartbeat, place) from error
         except Exception as error:
             error.add_note(f"in round {self.status.round} of EDiT, after step {self.state.step}")

@@ -57,7 +57,7 @@ from megatron_edit.errors import (
 )
 
 IDLE_SECONDS = 0.01  # longest wait of rank 0 for an order, before the ranks compare notes again
-COPY_PAUSES = 100  # of `IDLE_SECONDS`, before a copy is tried again
+COPY_PAUSES = 20  # of `IDLE_SECONDS`, before a copy is tried again
 CLOSE_SECONDS = 10.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from argparse import Namespace
@@ -18,7 +19,7 @@ import torch
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig
-from megatron_edit.errors import EditError, UsageError
+from megatron_edit.errors import EditError, FencedError, UsageError
 from megatron_edit.flags import USE_EDIT, flag
 from megatron_edit.host.agreement import agree_on_settings, lock_log_dir
 from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron
@@ -41,7 +42,12 @@ from megatron_edit.observe.events import EventLog, prepare_log_dir
 from megatron_edit.observe.folder_lock import FolderLock
 
 if TYPE_CHECKING:  # it imports Megatron, which must be patched first
+    from megatron_edit.engine import EditEngine
     from megatron_edit.host.training import TrainingLoop
+
+
+# Of torch, where a rank of a group is gone.
+_LOST_RANK = re.compile(r"[Cc]onnection (closed|reset|refused)|gloo|NCCL|[Tt]imed out")
 
 
 class Attachment:
@@ -141,7 +147,7 @@ class Attachment:
         if isinstance(error, UsageError) and engine is None:
             self._set_is_local(error)
         elif isinstance(error, Exception) and not isinstance(error, EditError):
-            loss = self._refusal_of(error) if engine is None else engine.pending_replica_failure()
+            loss = self._refusal_of(error) if engine is None else _cause_of(error, engine)
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:
@@ -284,3 +290,15 @@ def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) ->
         f"{placement.ranks_per_replica} ranks, sync mode {mode} (--edit-sync-mode "
         f"{config.sync_mode})"
     )
+
+
+def _cause_of(error: Exception, engine: EditEngine) -> EditError | None:
+    """Return the error of this package behind one of Megatron's; None if there is none.
+
+    In an elastic run the ranks of a replica end together: where Megatron's own communication fails,
+    one of them is lost.
+    """
+    has_lost_rank = engine.elastic is not None and not engine.status.is_warmup
+    if has_lost_rank and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+        return FencedError(f"a rank of this replica is lost: {error}")
+    return engine.pending_replica_failure()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megatron_edit.observe.records import LOSSES, RUN, SYNCS
 
-_REPLICA = re.compile(r"replica-(\d+)\.jsonl")
-_RENAMED = re.compile(r"(?:run|sync|loss|replica-\d+)\.(\d+)\.jsonl?")
+_REPLICA = re.compile(r"replica-.+\.jsonl")
+_RENAMED = re.compile(r"(?:run|sync|loss|replica-.+)\.(\d+)\.jsonl?")
 
 
 def next_number(folder: Path) -> int:
@@ -20,7 +20,7 @@ def next_number(folder: Path) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
-def files_to_move(folder: Path, own_file: str, num_replicas: int | None) -> list[Path]:
+def files_to_move(folder: Path, own_file: str, all_files: Collection[str] | None) -> list[Path]:
     """Return the files that this rank must move aside, in this order: its own and orphaned ones.
 
     `run.json` is the last: once a reader finds a new one, all older files of its writer are moved.
@@ -28,13 +28,13 @@ def files_to_move(folder: Path, own_file: str, num_replicas: int | None) -> list
     Args:
         folder: `--edit-log-dir`.
         own_file: of this rank's replica.
-        num_replicas: N, where this rank writes the files of the run, too; else None.
+        all_files: of all replicas, where this rank writes the files of the run, too; else None.
     """
     mine = folder / own_file
-    if num_replicas is None:
+    if all_files is None:
         return [mine]
-    unused = [path for path in folder.iterdir() if (match := _REPLICA.fullmatch(path.name))
-              and int(match[1]) >= num_replicas and path != mine]  # fmt: skip
+    unused = [path for path in folder.iterdir() if _REPLICA.fullmatch(path.name)
+              and path.name not in all_files and not _RENAMED.fullmatch(path.name)]  # fmt: skip
     return [folder / SYNCS, folder / LOSSES, mine, *unused, folder / RUN]
 
 

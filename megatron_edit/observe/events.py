@@ -56,6 +56,10 @@ class Roles(Protocol):
     def is_leader(self) -> bool:
         """Whether that is this one."""
 
+    @property
+    def members(self) -> Sequence[str]:
+        """Names of the replicas."""
+
 
 class GlobalProgress(Protocol):
     """Progress of all replicas together, where rounds are timed (A-EDiT)."""
@@ -140,6 +144,15 @@ class EventLog:
         if self._membership is not None:
             return self._membership.is_leader
         return self._placement.replica == 0
+
+    @property
+    def _all_files(self) -> set[str] | None:
+        """Files of all replicas of the run, where this one writes the files of the run, too."""
+        if not self._is_first_replica:
+            return None
+        numbers = range(self._placement.num_replicas)
+        names = numbers if self._membership is None else self._membership.members
+        return {replica_file(name) for name in names}
 
     def follow(self, membership: Roles) -> None:
         """Let the leader of an elastic run write the files that only one may write.
@@ -327,10 +340,7 @@ class EventLog:
             return
         self._dir.mkdir(parents=True, exist_ok=True)
         if not self._is_folder_ready:
-            num_replicas = self._placement.num_replicas
-            old = files_to_move(
-                self._dir, self._own_file, num_replicas if self._is_first_replica else None
-            )
+            old = files_to_move(self._dir, self._own_file, self._all_files)
             move_aside(old, self._number_of_earlier)
         if self._is_first_replica:
             write_atomic(self._dir / RUN, self._header)
@@ -357,7 +367,7 @@ class EventLog:
         self._health.append((effective, report.clip.nan_to_num(1.0).median().item()))
         if len(self._health) < WATCHED_SYNCS or report.round % WATCHED_SYNCS:
             return
-        half = self._placement.num_replicas / 2
+        half = len(report.inner_steps) / 2
         if all(seen < half for seen, _ in self._health):
             say(
                 f"WARNING: for {WATCHED_SYNCS} syncs the median unit has had fewer than {half:g} "

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_edit.constants import FEW_REPLICAS, SYNC_TIMES
 from megatron_edit.engine import SyncReport
 from megatron_edit.method.weights import effective_replicas
+from megatron_edit.observe.reports import replica_names
 
 PREFIX = "edit/"
 LOSS = "edit/lm-loss"
@@ -117,7 +118,7 @@ class SyncMetrics:
     seq_length: int
     inside_bytes: float | None = None
     with_units: bool = False
-    _last: tuple[float, list[int]] | None = None
+    _last: tuple[float, int, dict[str, int]] | None = None
 
     def values(self, report: SyncReport, now: float | None = None) -> dict[str, float]:
         """Return the scalars of a sync, without those that are not finite or not known yet.
@@ -134,28 +135,28 @@ class SyncMetrics:
             found.update(_replica_scalars(report))
         if self.with_units:
             found.update(_unit_scalars(report))
-        samples = list(report.samples)
+        samples = dict(zip(replica_names(report), report.samples, strict=True))
         if self._last is not None:
             found.update(self._speeds(report, samples, now))
-        self._last = now, samples
+        self._last = now, report.samples_of_all, samples
         return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
 
     def _speeds(
-        self, report: SyncReport, samples: list[int], now: float
+        self, report: SyncReport, samples: dict[str, int], now: float
     ) -> Iterator[tuple[str, float]]:
         """Return the speeds since the previous sync."""
         assert self._last is not None
-        then, before = self._last
+        then, total, before = self._last
         seconds = now - then
         if seconds <= 0:
             return
-        pairs = zip(samples, before, strict=True)
-        speeds = [(new - old) * self.seq_length / seconds for new, old in pairs]
-        yield "tokens-per-second", sum(speeds)
+        yield "tokens-per-second", (report.samples_of_all - total) * self.seq_length / seconds
         yield "exposed-share", report.seconds["exposed"] / seconds
-        if self.with_units or len(speeds) <= FEW_REPLICAS:
-            for replica, speed in enumerate(speeds):
-                yield f"replica-{replica}/tokens-per-second", speed
+        if self.with_units or len(samples) <= FEW_REPLICAS:
+            for name, count in samples.items():
+                if count >= before.get(name, count + 1):  # a replica that returns counts anew
+                    speed = (count - before[name]) * self.seq_length / seconds
+                    yield f"replica-{name}/tokens-per-second", speed
 
 
 def _overall_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
@@ -183,8 +184,9 @@ def _overall_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
 
 def _replica_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
     decision = report.decision
+    names = replica_names(report)
     for replica, steps in enumerate(report.inner_steps):
-        name = f"replica-{replica}"
+        name = f"replica-{names[replica]}"
         yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[replica])
         yield f"{name}/weight", decision.weights[replica].mean().item()
         yield f"{name}/anomalies", int(decision.verdict.anomalous[replica].sum())

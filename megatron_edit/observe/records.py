@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_edit.constants import BAD_LOSS, SYNC_TIMES
+from megatron_edit.constants import BAD_LOSS, NO_STEP, REPLICA_NAME, SYNC_TIMES
 from megatron_edit.errors import to_one_line
 
 RUN, SYNCS, LOSSES = "run.json", "sync.jsonl", "loss.jsonl"
@@ -29,6 +29,7 @@ MAX_EXPONENT = 20.0  # of a perplexity, as in Megatron
 LARGEST_COUNT = 2**53  # exact as a float
 LARGEST_NUMBER = 1e100  # its squares and sums are finite; the largest float32 is 3e38
 _UNIT_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_REPLICA_NAME = re.compile(REPLICA_NAME)
 Array = NDArray[np.float64]
 
 
@@ -78,6 +79,29 @@ def as_count(value: Any, least: int = 0) -> int:
 def count_or_none(value: Any) -> int | None:
     """Return a whole number; None where the record has null or no such field."""
     return None if value is None else as_count(value)
+
+
+def as_replica_name(value: Any) -> str:
+    """Return the name of a replica of an elastic run.
+
+    Raises:
+        TypeError, ValueError: it is not one.
+    """
+    if not _REPLICA_NAME.fullmatch(value):
+        raise ValueError("no name of a replica")
+    return str(value)
+
+
+def members_of(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the members from a line of a sync or of the hub's journal.
+
+    Returns:
+        Their names in the order of the columns; empty in a run without a hub.
+    """
+    members = line.get("members", [])
+    if not isinstance(members, list) or len(set(members)) < len(members):
+        raise ValueError("no list of different members")
+    return tuple(map(as_replica_name, members))
 
 
 @dataclass(frozen=True)
@@ -224,17 +248,23 @@ Evaluation = LossRecord  # a record with a split
 class SyncRecord:
     """A line of `sync.jsonl` as it is read, for N replicas and U units.
 
+    In an elastic run the replicas are the members of the sync.
+
     Attributes:
         round, iteration, wire_bytes: as in the file.
         time: Unix seconds.
         units: names.
-        norms, z, weights, anomalous: float64 [U, N]; NaN where not known.
+        norms, z, weights, anomalous: float64 [U, N]; NaN where not known. A replica of an elastic
+            run that has just joined, and has no step, is not anomalous.
         clip, rollback: float64 [U].
         seconds: of `SYNC_TIMES`, float64 [5].
         samples: of each replica.
+        samples_all: consumed by all replicas so far, also by former members.
         state_bytes: None where not known.
         rejected: replicas that were rejected because of their loss.
         round_loss: float64 [N]; empty where an older version wrote the line.
+        epoch: number of the membership; None in a run without a hub.
+        members: names of the replicas; empty in a run without a hub.
     """
 
     round: int
@@ -250,9 +280,12 @@ class SyncRecord:
     rollback: Array
     seconds: Array
     samples: list[int]
+    samples_all: int
     state_bytes: int | None
     rejected: list[int]
     round_loss: Array
+    epoch: int | None
+    members: tuple[str, ...]
 
     @classmethod
     def of(cls, line: Mapping[str, Any], num_replicas: int) -> Self:
@@ -260,9 +293,10 @@ class SyncRecord:
 
         Args:
             line: of the file.
-            num_replicas: N, the required size of the tables.
+            num_replicas: N, the required size of the tables; not used where the line has members.
         """
-        units = line["units"]
+        units, members = line["units"], members_of(line)
+        num_replicas = len(members) or num_replicas
         if not isinstance(units, list) or not all(_UNIT_NAME.fullmatch(name) for name in units):
             raise ValueError("no names of units")
         shape = (len(units), num_replicas)
@@ -276,20 +310,33 @@ class SyncRecord:
             norms=_table(line["norms"], shape),
             z=_table(line["z"], shape),
             weights=_table(line["weights"], shape),
-            anomalous=_table(line["anomalous"], shape),
+            anomalous=_table(line["anomalous"], shape) * (1 - _has_joined(line, shape)),
             clip=_table(line["clip"], shape[:1]),
             rollback=_table(line["rollback"], shape[:1]),
             seconds=np.array([as_number(line["seconds"][name]) for name in SYNC_TIMES]),
             samples=samples_of(line),
+            samples_all=samples_of_all(line),
             state_bytes=count_or_none(line.get("state_bytes")),
             rejected=rejected,
             round_loss=round_loss,
+            epoch=as_count(line["epoch"]) if members else None,
+            members=members,
         )
 
 
 def samples_of(line: Mapping[str, Any]) -> list[int]:
     """Return the samples of each replica from a line of `sync.jsonl`."""
     return [as_count(samples) for samples in line["samples"]]
+
+
+def samples_of_all(line: Mapping[str, Any]) -> int:
+    """Return the samples that all replicas have consumed until a line of `sync.jsonl`.
+
+    Lines of runs without a hub do not have their number: no replica leaves such a run.
+    """
+    if (samples := line.get("samples_all")) is not None:
+        return as_count(samples)
+    return sum(samples_of(line))
 
 
 def _table(values: Any, shape: tuple[int, ...]) -> Array:
@@ -300,6 +347,16 @@ def _table(values: Any, shape: tuple[int, ...]) -> Array:
     if (np.abs(table) > LARGEST_NUMBER).any():  # false for NaN
         raise ValueError("a number out of range")
     return table
+
+
+def _has_joined(line: Mapping[str, Any], shape: tuple[int, int]) -> Array:
+    """Return 1 where a replica of an elastic run was left out as it has no step; else 0."""
+    if "members" not in line:
+        return np.zeros(shape)
+    has_joined = np.array([[reason == NO_STEP for reason in row] for row in line["why"]], float)
+    if has_joined.shape != shape:
+        raise ValueError("no reasons by unit and replica")
+    return has_joined
 
 
 def _rejected(line: Mapping[str, Any], num_replicas: int) -> tuple[list[int], Array]:

@@ -21,7 +21,8 @@ def sync_line(report: SyncReport) -> dict[str, Any]:
     """Return a line of `sync.jsonl`. Tables are [unit][replica]."""
     decision = report.decision
     members = {} if report.epoch is None else {
-        "epoch": report.epoch, "members": list(report.members)
+        "epoch": report.epoch, "members": list(report.members),
+        "samples_all": report.samples_of_all,
     }  # fmt: skip
     return members | {
         "round": report.round,
@@ -45,6 +46,11 @@ def sync_line(report: SyncReport) -> dict[str, Any]:
         "state_bytes": report.state_bytes,
         "seconds": {name: round(value, 6) for name, value in report.seconds.items()},
     }
+
+
+def replica_names(report: SyncReport) -> list[str]:
+    """Return the names of the replicas of a sync; without names, their numbers."""
+    return list(report.members) or [str(number) for number in range(len(report.inner_steps))]
 
 
 def digest_line(report: SyncReport) -> dict[str, Any]:
@@ -76,14 +82,13 @@ def sync_summary(report: SyncReport) -> str:
 
 def loss_rejections(report: SyncReport) -> list[str]:
     """Return a console line for each replica that the loss check rejected."""
-    loss = report.decision.loss
-    lines = []
+    loss, names, lines = report.decision.loss, replica_names(report), []
     for replica in loss.rejected.nonzero().flatten().tolist():
         others = [f"{x:.4g}" for r, x in enumerate(loss.losses.tolist()) if r != replica]
         shown = ", ".join(others[:FEW_REPLICAS]) + (", ..." if len(others) > FEW_REPLICAS else "")
         lines.append(
-            f"sync {report.round} after iteration {report.step}: replica {replica} is left out "
-            f"because of its loss {loss.losses[replica]:.4g}, {loss.scores[replica]:.1f} standard "
+            f"sync {report.round} after iteration {report.step}: replica {names[replica]} is left "
+            f"out because of its loss {loss.losses[replica]:.4g}, {loss.scores[replica]:.1f} standard "
             f"deviations above its history (the others: {shown or 'none'}); look at its data"
         )
     return lines

@@ -153,8 +153,8 @@ def test_rank_of_a_replica_is_killed(tmp_path: Path) -> None:
             run.start(name)
         run.wait_for_commits(2)
         run.signal("b", signal.SIGKILL, rank=1)
+        assert run.codes("b", 5) == [5, -9]
         run.wait_for(lambda: run.events("leave"), 20)
-        run.signal("b", signal.SIGKILL)
         run.start("b")
         run.wait_for(lambda: len(run.events("epoch")) >= 3, 60)
         finish(run, "ab")

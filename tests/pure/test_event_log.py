@@ -22,6 +22,7 @@ from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.engine.plan import Decision
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
+from megatron_edit.observe.earlier_runs import files_to_move
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import SyncMetrics
 from megatron_edit.observe.records import Ending, Iteration, LossRecord, SyncRecord
@@ -167,6 +168,17 @@ def test_records_round_trip_through_event_lines() -> None:
     assert sync.weights.tolist() == [[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]]
     assert (sync.rejected, sync.round_loss.tolist()) == ([0], [9.0, 3.0])
     assert sync.seconds.size == len(SYNC_TIMES)
+    assert (sync.samples_all, sync.members, sync.epoch) == (1000, (), None)
+
+
+def test_sync_line_of_an_elastic_run_has_its_members() -> None:
+    """The members alone have consumed fewer samples than all replicas so far."""
+    members = {"epoch": 3, "members": ("a", "node-4.rack7"), "samples_of_all": 1700}
+    line = json.loads(json.dumps(sync_line(report(**members))))
+    assert line["samples_all"] == 1700 and "samples_all" not in sync_line(report())
+    sync = SyncRecord.of(line, 5)  # however many replicas the run began with
+    assert (sync.samples_all, sync.members, sync.epoch) == (1700, ("a", "node-4.rack7"), 3)
+    assert sync.samples == [400, 600] and sync.norms.shape == (3, 2)
 
 
 def test_rejected_loss_is_reported() -> None:
@@ -204,7 +216,7 @@ def test_speeds_are_measured_since_previous_sync() -> None:
     assert "edit/tokens-per-second" not in metrics.values(report(), now=100.0)
     for now in (110.0, 120.0):  # 100 and 200 samples more each time
         samples = [int(n * now / 100) for n in report().samples]
-        found = metrics.values(report(samples=samples), now=now)
+        found = metrics.values(report(samples=samples, samples_of_all=sum(samples)), now=now)
         assert found["edit/tokens-per-second"] == pytest.approx(100.0)
         assert found["edit/replica-1/tokens-per-second"] == pytest.approx(60.0)
         assert found["edit/exposed-share"] == pytest.approx(0.00346)
@@ -232,3 +244,28 @@ def test_sync_summary_shows_exposed_time() -> None:
     parts = sync_summary(report()).split(" | ")
     assert parts[0] == "sync 7 after iteration 900"
     assert parts[-3:] == ["wait (ms): 1.2", "exposed (ms): 34.6", "total (ms): 1500.0"]
+
+
+def test_scalars_follow_the_names_of_replicas() -> None:
+    """Replicas come and go; one that returns counts its samples from 0."""
+    metrics = SyncMetrics(seq_length=10)
+    first = report(members=("a", "b"), samples=(400, 600), samples_of_all=1000)
+    metrics.values(first, now=0.0)
+    second = report(members=("b", "c"), samples=(700, 20), samples_of_all=1150)
+    found = metrics.values(second, now=10.0)
+    assert found["edit/tokens-per-second"] == pytest.approx(150.0)
+    assert found["edit/replica-b/tokens-per-second"] == pytest.approx(100.0)
+    assert not {name for name in found if "replica-0" in name or "-c/tokens" in name}
+    third = report(members=("b", "c"), samples=(5, 40), samples_of_all=1200)
+    assert "edit/replica-b/tokens-per-second" not in metrics.values(third, now=20.0)
+
+
+def test_files_of_replicas_that_are_not_in_the_run_are_moved(tmp_path: Path) -> None:
+    """One of them may join later, and would go on in the file of another run."""
+    for name in ("replica-a.jsonl", "replica-b.jsonl", "replica-b.1.jsonl", "replica-3.jsonl"):
+        (tmp_path / name).touch()
+    moved = files_to_move(tmp_path, "replica-a.jsonl", {"replica-a.jsonl", "replica-c.jsonl"})
+    assert {path.name for path in moved[2:-1]} == {
+        "replica-a.jsonl", "replica-b.jsonl", "replica-3.jsonl"
+    }  # fmt: skip
+    assert files_to_move(tmp_path, "replica-b.jsonl", None) == [tmp_path / "replica-b.jsonl"]

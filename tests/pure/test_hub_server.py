@@ -359,7 +359,7 @@ def test_silent_process_of_the_same_name_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after the loss of a machine: its connection stays until something notices."""
-    monkeypatch.setattr(server, "GONE_SECONDS", 0.5)
+    monkeypatch.setattr(server, "REPLACED_SECONDS", 0.5)
     with running_hub(tmp_path) as (hub, address):
         session, codec = open_session(address, 5.0, REPLICA)
         session.sendall(codec.encode(encode(HELLO)))

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from tests.harness.browser import MISSING, SMALLEST_FONT, WIDTHS, PageView, chromium, look
+from tests.harness.elastic_event_files import FENCED, SyntheticElasticRun, SyntheticEpoch
 from tests.harness.event_files import SyntheticRun
 from tests.harness.resumed_event_files import RunPart, write_runs
 
@@ -76,6 +77,40 @@ def test_report_page(driver: Any, tmp_path: Path, name: str) -> None:
     for width in WIDTHS:
         shot = tmp_path / f"{name}-{width}.png"
         check(look(driver, folder / "report.html", width, shot), num_pictures)
+
+
+ELASTIC_RUNS: dict[str, tuple[SyntheticElasticRun, int]] = {
+    "usual": (
+        SyntheticElasticRun([
+            SyntheticEpoch("abc", 4),
+            SyntheticEpoch("ac", 3, {"b": FENCED}),
+            SyntheticEpoch(("a", "c", "node-17.rack-4.example.org"), 9),
+        ]),
+        ALL_CHARTS,
+    ),
+    "large": (
+        SyntheticElasticRun(
+            [SyntheticEpoch(tuple(f"{n:02}-{'x' * 60}" for n in range(first, 50)), 3)
+             for first in (0, 5, 0, 9)],
+            nominal=50,
+        ),
+        ALL_CHARTS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "usual" else [pytest.mark.full]) for n in ELASTIC_RUNS],
+)
+def test_report_page_of_an_elastic_run(driver: Any, tmp_path: Path, name: str) -> None:
+    """With the picture of the members; names may be long."""
+    made_up, num_pictures = ELASTIC_RUNS[name]
+    logs = made_up.write(tmp_path)
+    assert main(["report", str(logs), "--state-dir", str(tmp_path / "hub")]) == 0
+    for width in WIDTHS:
+        shot = tmp_path / f"elastic-{name}-{width}.png"
+        check(look(driver, logs / "report.html", width, shot), num_pictures)
 
 
 @pytest.mark.full

@@ -114,19 +114,22 @@ def test_bad_multiline_setting_is_reported_in_one_line(tmp_path: Path) -> None:
 # ---- end of a job when SLURM does not answer
 
 
-def stopped(folder: Path, failures: int, state: str) -> tuple[int, str, list[str]]:
+def stopped(
+    folder: Path, failures: int, state: str, **variables: str
+) -> tuple[int, str, list[str]]:
     """End a run that was asked to stop; return exit code, stderr and requeue calls.
 
     Args:
         failures: number of failures of squeue before it answers.
         state: job state that it then prints.
+        variables: of SLURM.
     """
     (folder / "failures").write_text("once more\n" * failures)
     (folder / "calls").touch()
     for name, body in {"squeue": SQUEUE, "scontrol": RECORD, "sleep": ""}.items():
         write_stub(folder, name, body)
     code = 'launched=1; on_signal USR1; : >"$EDIT_STATE/stopped"; finish'
-    done = in_job(folder, code, STATE=state, FAILURES=str(folder / "failures"))
+    done = in_job(folder, code, STATE=state, FAILURES=str(folder / "failures"), **variables)
     return done.returncode, done.stderr, (folder / "calls").read_text().splitlines()
 
 
@@ -151,3 +154,80 @@ def test_cancelled_job_is_not_requeued(tmp_path: Path, state: str, shown: str) -
     code, message, calls = stopped(tmp_path, 1, state)
     assert (code, calls) == (1, []), message
     assert f"not queued again, the job is {shown}" in message
+
+
+def test_task_of_array_is_requeued_alone(tmp_path: Path) -> None:
+    """Would catch the number of a task's job, which for one of them is that of the array."""
+    code, message, calls = stopped(
+        tmp_path, 0, "RUNNING", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"
+    )
+    assert (code, calls) == (0, ["scontrol requeue 7_3"]), message
+
+
+# ---- elastic runs
+
+# An interpreter that runs no hub: it notes its arguments, and writes the end of a run to the
+# journal, with the next exit code of the file ENDS.
+HUB = r"""
+echo "$@" >>"$CALLS"
+[ "$3" = hub ] && [ "$4" = --state-dir ] || exit 1
+read -r exit_code <"$ENDS" && sed -i 1d "$ENDS"
+echo '{"event":"end","reason":"so","exit_code":'"$exit_code"',"holes":[]}' >>"$5/journal.jsonl"
+"""
+
+
+def in_elastic_job(folder: Path, code: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run code in elastic.sbatch or hub.sbatch after it has read its settings, with short waits."""
+    for name, body in {"scontrol": RECORD, "squeue": "echo RUNNING", "sleep": ""}.items():
+        write_stub(folder, name, body)
+    short = "HUB_WAIT_SECONDS=0 HUB_POLL_SECONDS=0 HUB_LAST_SECONDS=0"
+    script = f'set -euo pipefail; source "{SCRIPTS}/elastic.sh"; prepare elastic; {short}; {code}'
+    return bash(folder, "-c", script, **settings)
+
+
+def test_replica_must_be_task_of_array(tmp_path: Path) -> None:
+    """Would catch replicas without a name of their own."""
+    done = in_elastic_job(tmp_path, "launch_elastic_replica")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("slurm: SLURM_ARRAY_TASK_ID (not set): each task of a job array is a")
+
+
+@pytest.mark.parametrize("end", ["0", "3"])
+def test_task_does_not_start_after_end_of_run(tmp_path: Path, end: str) -> None:
+    """Would catch a requeued task that waits for a hub which has ended."""
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "ended").write_text(f"{end}\n")
+    done = in_elastic_job(
+        tmp_path, "HUB_WAIT_SECONDS=9; launch_elastic_replica", SLURM_ARRAY_JOB_ID="7",
+        SLURM_ARRAY_TASK_ID="3",
+    )  # fmt: skip
+    assert done.returncode == int(end) and "the run has ended" in done.stderr
+
+
+def test_task_without_hub_is_requeued(tmp_path: Path) -> None:
+    """Would catch a task that is given up because the job of the hub has not started yet."""
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    done = in_elastic_job(tmp_path, "launch_elastic_replica", **task)
+    assert done.returncode == 0, done.stderr
+    assert f"no hub answers at (no file {tmp_path}/hub/address); queued again" in done.stderr
+    assert (tmp_path / "calls").read_text() == "scontrol requeue 7_3\n"
+
+
+def test_run_begins_again_after_loss_in_warmup(tmp_path: Path) -> None:
+    """With an empty journal. Would catch a hub that goes on with a run that has ended, a secret
+    that others can read, and a hub's job that does not end with its run."""
+    write_stub(tmp_path, "python-of-the-job", HUB)
+    (tmp_path / "ends").write_text("4\n4\n0\n")
+    node = {"SLURM_JOB_NODELIST": "n1", "EDIT_PYTHON": str(tmp_path / "python-of-the-job")}
+    code = "address() { echo 10.0.0.1; }; node_names() { echo n1; }; sleep() { :; }; run_hubs"
+    done = in_elastic_job(tmp_path, code, ENDS=str(tmp_path / "ends"), **node)
+    assert done.returncode == 0, done.stderr
+    hub = tmp_path / "hub"
+    assert [int(x.split("--state-dir")[1].split()[0].rpartition("/")[2])
+            for x in (tmp_path / "calls").read_text().splitlines()] == [1, 2, 3]  # fmt: skip
+    assert done.stderr.count("the run could not go on (exit code 4): it begins again") == 2
+    assert (hub / "ended").read_text() == "0\n"
+    assert (hub / "address").read_text() == "10.0.0.1:10448\n"  # from the job's number
+    token = hub / "token"
+    assert len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0

@@ -1,4 +1,4 @@
-"""Check this machine and, under torchrun, the links between the replicas."""
+"""Check this machine and, under torchrun, the links between the replicas; measure a hub."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.constants import GRACE_SECONDS
+from megatron_edit.elastic.agent import HubAddress
+from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import USE_EDIT
 from megatron_edit.tools.cli.common import option, refuse_rest
+from megatron_edit.tools.cli.hub import parse_address
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 
 FOUND_BAD = 1
@@ -28,6 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name in _PASSED_ON:
         parser.add_argument(option(name), help="as in training")
     parser.add_argument("--shared-dir", metavar="DIR", help="a folder to be visible to all ranks")
+    parser.add_argument(
+        "--hub", metavar="HOST:PORT", help="the hub of an elastic run: measure the way to it"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help=f"the hub's secret (default: {TOKEN_VARIABLE})"
+    )
     parser.add_argument("--megatron", metavar="DIR", help="a clone (default: as installed)")
     parser.add_argument("--no-host", action="store_true", help="do not import Megatron")
     parser.add_argument("--parameters", type=float, default=1e9, help="of the model (default: 1e9)")
@@ -56,7 +65,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 
 def _run(options: Namespace, rest: Sequence[str]) -> int:
-    _check(options, rest)
+    hub = _check(options, rest)
     from megatron_edit.tools.doctor.launch import Launch, examine  # torch
 
     launch = Launch.of(_words(options), os.environ)
@@ -72,29 +81,46 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     if not launch.is_first:
         return 0  # global rank 0 prints the report
     report.findings[:0] = [*here, *_interfaces(is_single_host=report.is_single_host), *host]
+    if hub is not None:
+        from megatron_edit.tools.doctor.hub import hub_findings
+
+        findings, report.numbers["hub"] = hub_findings(hub)
+        report.findings += findings
     if options.json:
-        findings = [dataclasses.asdict(finding) for finding in report.findings]
-        sys.stdout.write(json.dumps({**report.numbers, "findings": findings}, indent=1) + "\n")
+        lines = [dataclasses.asdict(finding) for finding in report.findings]
+        sys.stdout.write(json.dumps({**report.numbers, "findings": lines}, indent=1) + "\n")
     else:
         sys.stdout.write(table(report.findings))
     is_bad = any(finding.level is Level.BAD for finding in report.findings)
     return FOUND_BAD if is_bad else 0
 
 
-def _check(options: Namespace, rest: Sequence[str]) -> None:
+def _check(options: Namespace, rest: Sequence[str]) -> HubAddress | None:
+    """Check the arguments; return where the hub listens, on the rank that measures it.
+
+    Raises:
+        UsageError: one is wrong.
+    """
     refuse_rest("doctor", rest)
     for name in ("parameters", "step_seconds"):
         if not 0 < getattr(options, name) < float("inf"):
             value = f"{option(name)} {getattr(options, name)}"
             raise UsageError(value, "must be positive", "give another")
     if os.environ.get("RANK", "0") != "0" or (options.edit_replica_id or "0") != "0":
-        return  # other machines may not have the folder: the launch checks it
+        return None  # other machines may not have the folder: the launch checks it
     for name in ("shared_dir", "megatron"):
         folder = getattr(options, name)
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(
                 f"{option(name)} {folder}", "is not a folder on this machine", "give one that is"
             )
+    if options.hub is None:
+        if options.token_file is not None:
+            value = f"--token-file {options.token_file}"
+            raise UsageError(value, "is the token of a hub", "also give --hub HOST:PORT")
+        return None
+    host, port = parse_address("--hub", options.hub)
+    return HubAddress(host, port, read_token("--token-file", options.token_file))
 
 
 def _words(options: Namespace) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,11 @@ from pathlib import Path
 from megatron_edit.checkpoint.files import check_content, check_sizes
 from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
-from megatron_edit.constants import ALL, FP32
+from megatron_edit.constants import ALL, FP32, REPLICA_NAME
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.common import refuse_rest
+
+_NAME = re.compile(REPLICA_NAME)  # a checkpoint of fewer members than nominal has fillers, too
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,27 +87,48 @@ def _lines(found: FoundCheckpoint, manifest: Manifest, *, is_verified: bool) -> 
         else "sizes right (--verify reads them)"
     )
     yield f"  written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"
+    is_elastic = _is_elastic(manifest)
+    leader = "leader" if is_elastic else "replica 0"
+    elastic, article = ("elastic, nominally ", "the ") if is_elastic else ("", "")
     yield (
-        f"  strategy {manifest.strategy}: {manifest.num_replicas} replicas x "
+        f"  strategy {manifest.strategy}: {elastic}{manifest.num_replicas} replicas x "
         f"{manifest.ranks_per_replica} ranks, form {manifest.form} "
-        f"({'inner state of every replica' if manifest.form == ALL else 'of replica 0'})"
+        f"({'inner state of every replica' if manifest.form == ALL else f'of {article}{leader}'})"
     )
+    if is_elastic:
+        names = [name for name in manifest.members if _NAME.fullmatch(name)]
+        yield f"  members: {', '.join(names)}"
+        yield f"  digest of anchor and momentum: {manifest.digest or 'none'}"
     parallel = ", ".join(f"{name} {size}" for name, size in manifest.parallel.items() if size > 1)
     yield f"  inside a replica: {parallel or 'data parallel only'}"
     yield f"  iteration {manifest.iteration}, {manifest.samples} samples, {_where(manifest)}"
     yield f"  outer state: {_outer(manifest)}"
     yield f"  units: {', '.join(manifest.units)}"
-    yield "  replica  step  in the round    samples  waits at a meeting"
-    for replica, entry in enumerate(manifest.replicas):
-        waits = "yes" if entry.is_waiting else "no"
-        yield (f"  {replica:7}  {entry.step:4}  {entry.inner_steps:12}  {entry.samples:9}  {waits}")
+    yield from _replica_lines(manifest)
     yield "  part                  bytes  files"
-    for part, names in _parts(manifest).items():
+    for part, names in _parts(manifest, leader).items():
         size = sum(manifest.files[name].size for name in names)
         yield f"  {part:14} {size:12}  {len(names):5}"
     yield "  digests (SHA-256)"
     for name, record in manifest.files.items():
         yield f"  {record.sha256[:16]}  {name}"
+
+
+def _replica_lines(manifest: Manifest) -> Iterator[str]:
+    numbers = tuple(map(str, range(len(manifest.replicas))))
+    names = manifest.members if len(manifest.members) == len(numbers) else numbers
+    width = max(map(len, ("replica", *names)))
+    yield f"  {'replica':>{width}}  step  in the round    samples  waits at a meeting"
+    for name, entry in zip(names, manifest.replicas, strict=True):
+        waits = "yes" if entry.is_waiting else "no"
+        counts = f"{entry.step:4}  {entry.inner_steps:12}  {entry.samples:9}"
+        yield f"  {name:>{width}}  {counts}  {waits}"
+
+
+def _is_elastic(manifest: Manifest) -> bool:
+    """Return whether replicas have names; without a hub they have numbers."""
+    numbers = tuple(map(str, range(len(manifest.members))))
+    return bool(manifest.digest) or manifest.members != numbers
 
 
 def _where(manifest: Manifest) -> str:
@@ -130,11 +154,16 @@ def _outer(manifest: Manifest) -> str:
     return what + (f"; not landed yet: {', '.join(late)}" if late else "")
 
 
-def _parts(manifest: Manifest) -> dict[str, list[str]]:
-    """Return the files by their contents."""
+def _parts(manifest: Manifest, leader: str) -> dict[str, list[str]]:
+    """Return the files by their contents.
+
+    Args:
+        manifest: of the checkpoint.
+        leader: whose model it has.
+    """
     parts: dict[str, list[str]] = {}
     for name in manifest.files:
         folder = name.split("/")[1] if name.startswith(f"{EDIT}/") else ""
-        known = {OUTER: "outer state", RANDOM: "random streams", "": "replica 0"}
+        known = {OUTER: "outer state", RANDOM: "random streams", "": leader}
         parts.setdefault(known.get(folder, folder.replace("_", " ")), []).append(name)
     return parts

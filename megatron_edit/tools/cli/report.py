@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.atomic_files import write_atomic
+from megatron_edit.elastic.journal import FILE_NAME
 from megatron_edit.errors import UsageError, to_one_line
+from megatron_edit.observe.line_files import stat_or_none
 from megatron_edit.tools.cli.common import check_installed, refuse_rest
+from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun, open_run
 
 BAR_BYTES = 20e6  # smaller files are read without a progress bar
@@ -21,6 +25,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument("folder", type=Path, help="the folder of --edit-log-dir")
     parser.add_argument("--output", type=Path, help="the page (default: report.html in the folder)")
+    add_state_dir(parser)
+
+
+def add_state_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for the journal of an elastic run."""
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR",
+        help="of the hub of an elastic run: its journal has the leader, and why replicas left",
+    )  # fmt: skip
+
+
+def journal_of(options: Namespace) -> HubJournal | None:
+    """Return the journal that the arguments name; None where they name none.
+
+    Raises:
+        UsageError: there is none.
+    """
+    folder: Path | None = options.state_dir
+    if folder is None:
+        return None
+    found = stat_or_none(folder / FILE_NAME)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        raise UsageError(
+            f"--state-dir {folder}", f"holds no {FILE_NAME}", "give --state-dir of the hub"
+        )
+    return HubJournal(folder)
+
+
+def check_elastic(training: MonitoredRun) -> None:
+    """Check that a run whose journal is given is elastic, once it has begun.
+
+    Raises:
+        UsageError: it has no hub.
+    """
+    if training.journal is not None and training.facts is not None and not training.is_elastic:
+        raise UsageError("--state-dir", "is of no use: this run has no hub", "leave it out")
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
@@ -34,9 +74,10 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     from megatron_edit.tools.monitor.page import render_page
 
     output: Path = options.output or options.folder / "report.html"
-    training = open_run(options.folder)
+    training = open_run(options.folder, journal_of(options))
     target = _target_of(output)
     read_all(training)
+    check_elastic(training)
     page = render_page(training)
     try:
         write_atomic(target, page)

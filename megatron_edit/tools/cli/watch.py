@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.common import check_installed, refuse_rest
-from megatron_edit.tools.cli.report import read_all
+from megatron_edit.tools.cli.report import add_state_dir, check_elastic, journal_of, read_all
 from megatron_edit.tools.monitor.run import MonitoredRun, check_folder
 
 SECONDS = 2.0
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--once", action="store_true", help="show one frame and exit (the default if the output "
         "is not a terminal)")  # fmt: skip
     add("--seconds", type=float, default=SECONDS, help="between two frames (default: %(default)g)")
+    add_state_dir(parser)
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
@@ -50,8 +51,9 @@ def _watch(options: Namespace) -> None:
 
     from megatron_edit.tools.monitor.frame import render_frame
 
-    training = MonitoredRun(options.folder)
+    training = MonitoredRun(options.folder, journal_of(options))
     read_all(training)
+    check_elastic(training)
     console = Console()
     if options.once or not console.is_terminal or training.is_over:
         # A file has no width of its own.

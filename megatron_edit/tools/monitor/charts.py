@@ -23,6 +23,7 @@ from matplotlib.ticker import (
 from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.observe.records import VALIDATION, Array
 from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.summary import short_name
 from megatron_edit.tools.pages.drawing import (
     COLORS,
     INK,
@@ -92,7 +93,7 @@ def _loss_chart(run: MonitoredRun) -> Chart | None:
         return None
     with _line_chart("losses", _x_label(run), "loss (nats per token)") as drawing:
         axes = drawing.axes
-        _plot_by_replica(axes, [(x, _smooth(y)) for x, y in curves])
+        _plot_by_replica(axes, run, [(x, _smooth(y)) for x, y in curves])
         x, y = run.losses.curve()
         if x.size and len(curves) > 1 and run.has_one_loss_per_round:  # constant over a round
             axes.plot(x, y, color=INK, linewidth=1.4, drawstyle="steps-pre", label="mean")
@@ -137,7 +138,7 @@ def _speed_chart(run: MonitoredRun) -> Chart | None:
     if not means:
         return None
     with _line_chart("speeds", _x_label(run), "thousand tokens/s") as drawing:
-        _plot_by_replica(drawing.axes, [(x, y / 1e3) for x, y in curves])
+        _plot_by_replica(drawing.axes, run, [(x, y / 1e3) for x, y in curves])
         _mark_events(drawing.axes, run)
         drawing.axes.set_ylim(bottom=0)
     text = (
@@ -258,41 +259,51 @@ def _anomaly_chart(run: MonitoredRun) -> Chart | None:
         return None
     rows = run.syncs.rows
     table = 100 * (rows.column("replica_anomalies") / np.maximum(1, rows.column("replica_pairs"))).T
-    names = [f"replica {replica}" for replica in range(len(table))]
+    names = [_label(run, replica) for replica in range(len(table))]
     with _heat_map("anomalies", run, table, names) as (drawing, image):
         image.set(clim=(0, 100), cmap="cividis")
         drawing.figure.colorbar(image, pad=0.02, aspect=30).set_label("% of its units")
     shares = run.syncs.anomaly_shares()
     text = (
         "Share of its units in which each replica was left out, by sync; most often replica "
-        f"{int(np.argmax(shares))}, in {percent(float(shares.max()))}."
+        f"{run.name_of(int(np.argmax(shares)))}, in {percent(float(shares.max()))}."
     )
     return Chart("Left out as anomalous", drawing.svg, text)
 
 
 def _weight_chart(run: MonitoredRun) -> Chart | None:
-    count, title = len(run.replicas), "Effective number of replicas"
+    counts, title = run.syncs.rows.column("num_replicas")[:, 0], "Effective number of replicas"
+    if not run.is_elastic:
+        counts = np.full_like(counts, len(run.replicas))
+    count = int(counts.max())
     if count < 2:
         return None
     middle, low, high = (
         run.syncs.rows.column(f"effective{which}")[:, 0] for which in ("", "_min", "_max")
     )
     if _is_flat(low, high):
-        text = f"{number(float(low[-1]), '.2f')} of {count}, of each unit at every sync."
+        text = f"{number(float(low[-1]), '.2f')} of {counts[-1]:g}, of each unit at every sync."
         return Chart(title, "", text)
     x = _sync_numbers(run)
     with _line_chart("weights", "sync", "replicas") as drawing:
         axes = drawing.axes
         axes.fill_between(x, low, high, color=COLORS[2], alpha=0.3, linewidth=0, label="all units")
         axes.plot(x, middle, color=COLORS[2], label="median unit", **_marker_style(x))
-        axes.axhline(count / 2, color=COLORS[1], linestyle="--", linewidth=1, label="half")
+        if np.ptp(counts):
+            axes.plot(x, counts, color=INK, linewidth=1, drawstyle="steps-pre", label="members")
+            axes.plot(x, counts / 2, color=COLORS[1], linestyle="--", linewidth=1,
+                      drawstyle="steps-pre", label="half")  # fmt: skip
+        else:
+            axes.axhline(count / 2, color=COLORS[1], linestyle="--", linewidth=1, label="half")
         axes.set_ylim(0, 1.06 * count)
         _mark_rollbacks(axes, run)
     text = (
-        f"Effective number of replicas, 1 / sum of squared weights, of {count}: the median unit "
+        f"Effective number of replicas, 1 / sum of squared weights, of {_range(counts)}: the "
+        "median unit "
         f"has {number(float(np.nanmean(middle)), '.2f')} on average."
     )
-    note = f"{count} for equal weights, 1 where one replica has all the weight."
+    most = f"{count}" if not np.ptp(counts) else "The number of members"
+    note = f"{most} for equal weights, 1 where one replica has all the weight."
     return Chart(title, drawing.svg, text, note)
 
 
@@ -335,7 +346,8 @@ def _time_chart(run: MonitoredRun) -> Chart:
         "Time of each sync: waiting for other replicas, for the exchange, and the outer step"
         f"{exposed}."
     )
-    note = "Bars: exposed time (replica 0). Points: start to last landing."
+    whose = "the leader" if run.is_elastic else "replica 0"
+    note = f"Bars: exposed time ({whose}). Points: start to last landing."
     return Chart("Time of syncs", drawing.svg, text, note)
 
 
@@ -412,15 +424,29 @@ def _plain_logarithms(axis: Axis, steps: tuple[int, ...]) -> None:
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def _plot_by_replica(axes: Axes, curves: Sequence[Curve]) -> None:
+def _label(run: MonitoredRun, replica: int) -> str:
+    """Return the name of a replica in legends, given its number."""
+    return f"replica {short_name(run.name_of(replica))}"
+
+
+def _range(counts: Array) -> str:
+    """Return the only count, or the smallest and the largest one."""
+    low, high = counts.min(), counts.max()
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _plot_by_replica(axes: Axes, run: MonitoredRun, curves: Sequence[Curve]) -> None:
     """Draw a line per replica, or a band where there are many."""
     if len(curves) <= MANY_REPLICAS:
         for replica, (x, y) in enumerate(curves):
             axes.plot(x, y, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.75,
-                      label=f"replica {replica}" if len(curves) > 1 else None)  # fmt: skip
+                      label=_label(run, replica) if len(curves) > 1 else None)  # fmt: skip
         return
     places = max((x for x, _ in curves), key=len)
-    _plot_band(axes, places, np.array([np.interp(places, x, y) for x, y in curves if x.size]))
+    outside = {"left": math.nan, "right": math.nan} if run.is_elastic else {}  # no member there
+    _plot_band(
+        axes, places, np.array([np.interp(places, x, y, **outside) for x, y in curves if x.size])
+    )
 
 
 def _plot_by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
@@ -431,7 +457,7 @@ def _plot_by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
         return
     for replica, column in enumerate(table.T):
         axes.plot(x, column, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.85,
-                  label=f"replica {replica}", **_marker_style(x))  # fmt: skip
+                  label=_label(run, replica), **_marker_style(x))  # fmt: skip
 
 
 def _plot_band(axes: Axes, x: Array, table: Array) -> None:

@@ -36,7 +36,8 @@ class Facts:
     Attributes:
         config: all settings.
         strategy: the sync strategy.
-        num_replicas: N.
+        num_replicas: N; in an elastic run how many it begins with.
+        is_elastic: whether the run has a hub: replicas have names, and come and go.
         ranks_per_replica: K.
         device: of the parameters.
         host: name of a machine.
@@ -62,6 +63,7 @@ class Facts:
     config: Mapping[str, Any]
     strategy: Strategy
     num_replicas: int
+    is_elastic: bool
     ranks_per_replica: int
     device: str
     host: str
@@ -82,6 +84,11 @@ class Facts:
     inside_bytes: float | None
     has_segment: bool
     resumed_from: ResumePoint | None
+
+    @property
+    def has_unequal_steps(self) -> bool:
+        """Whether replicas make unequal numbers of steps, so that samples give the position."""
+        return self.strategy.is_timed or self.is_elastic
 
     @classmethod
     def of(cls, text: str) -> Facts:
@@ -104,6 +111,7 @@ class Facts:
             config=config,
             strategy=strategy,
             num_replicas=_get(topology, "num_replicas", _num_replicas),
+            is_elastic=config.get("hub") is not None,
             ranks_per_replica=_get(topology, "ranks_per_replica", positive),
             device=_get(topology, "device", _text),
             host=_text(topology.get("host", "unknown")),

@@ -5,28 +5,35 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median_high
 from typing import Any, NamedTuple
 
 from megatron_edit.config import STEP_COUNT_SETTINGS, EditConfig
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
+from megatron_edit.elastic.hub_state import LeaveReason
 from megatron_edit.errors import UsageError
+from megatron_edit.observe.records import FAILED
 from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.tools.monitor.membership import MemberSpan, describe_end, is_fault
 from megatron_edit.tools.monitor.run import LOST, MonitoredRun
 from megatron_edit.tools.monitor.spikes import Spike
+from megatron_edit.tools.monitor.summary import end_of
 from megatron_edit.tools.monitor.syncs import LossRejections
-from megatron_edit.tools.pages.texts import duration, number, percent
+from megatron_edit.tools.pages.texts import MAX_NAMES_SHOWN, duration, number, percent
 
 EXPOSED_SHARE = 0.05
 WAIT_SHARE = 0.10
 ANOMALY_SHARE = 0.05
 SLOW_SHARE = 0.8
 SKIPPED_SHARE = 0.01
-MAX_NAMES_SHOWN = 8
 LEVELS = ("error", "warning", "note")  # worst first
 A_EDIT = "a-edit"
+LEAVE_VERBS: Mapping[str, str] = {  # by the reason in the hub's journal
+    LeaveReason.EVICTED: "was evicted by the hub",
+    LeaveReason.DRIFTED: "was evicted by the hub, as its state differed from the others',",
+}
 
 
 class MonitorFinding(NamedTuple):
@@ -57,6 +64,8 @@ def _all_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     facts = run.facts
     if facts is None:
         return
+    if facts.is_elastic:
+        yield from _membership_findings(run, facts)
     yield from _speed_finding(run, facts)
     if not run.syncs.count:
         yield _note(_no_sync_text(facts))
@@ -68,7 +77,8 @@ def _end_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     if run.failure is not None:
         replica, end = run.failure
         reason = f": {end.reason}" if end.reason else ""
-        yield _error(f"Replica {replica} failed with exit code {end.exit_code}{reason}.")
+        name = run.name_of(replica)
+        yield _error(f"Replica {name} failed with exit code {end.exit_code}{reason}.")
     if run.state == LOST:
         yield _warning(
             f"No line for {duration(run.silence)}, and no end record: the run was killed or hangs.",
@@ -84,16 +94,17 @@ def _file_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     if run.drift is not None:
         number, replica = run.drift
         yield _error(
-            f"After sync {number} the parameters of replica {replica} differed from those of the "
-            "other replicas (digests differ): the run cannot be trusted from there.",
+            f"After sync {number} the parameters of replica {run.name_of(replica)} differed "
+            "from those of the other replicas (digests differ): the run cannot be trusted from "
+            "there.",
         )
     if damaged := run.num_damaged:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
         yield _error(f"Lines that could not be read and were skipped: {lines}.")
     if missing := run.missing:
         yield _warning(
-            f"No file of replica {_join_numbers(missing)} in this folder: with one launch per "
-            "replica, --edit-log-dir must be a folder that all machines share. "
+            f"No file of replica {_join_replicas(run, missing)} in this folder: with one launch "
+            "per replica, --edit-log-dir must be a folder that all machines share. "
             f"Tokens/s and time left {_speed_estimate_text(run)}.",
         )
 
@@ -104,10 +115,56 @@ def _speed_estimate_text(run: MonitoredRun) -> str:
     return "are estimated from the others"
 
 
-def _join_numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:MAX_NAMES_SHOWN])) + (
+def _join_replicas(run: MonitoredRun, numbers: Sequence[int]) -> str:
+    return ", ".join(run.name_of(number) for number in numbers[:MAX_NAMES_SHOWN]) + (
         ", ..." if len(numbers) > MAX_NAMES_SHOWN else ""
     )
+
+
+def _membership_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
+    """Yield findings on replicas that were lost, and on the hub, of an elastic run."""
+    faults: dict[str, list[MemberSpan]] = defaultdict(list)
+    for name, spans in sorted(run.membership.spans.items()):
+        for span in spans:
+            if span.next_round is not None and _is_fault(run, span):
+                faults[name].append(span)
+    last = sorted(faults.values(), key=lambda spans: -(spans[-1].next_round or 0))
+    for spans in last[:MAX_NAMES_SHOWN]:
+        is_back = math.isfinite(spans[-1].returned_at)
+        yield (_note if is_back else _warning)(_fault_text(run, spans, is_back=is_back))
+    if (more := len(last) - MAX_NAMES_SHOWN) > 0:
+        yield _warning(f"{more} more replica{'s were' if more > 1 else ' was'} lost.")
+    members = len(run.members)
+    if run.membership.members and members < facts.num_replicas and not run.is_over:
+        yield _note(f"{members} of nominally {facts.num_replicas} replicas take part.")
+    if run.journal is not None and (starts := run.journal.term - 1) > 0:
+        yield _note(f"The hub was started again {starts} time{'s' if starts > 1 else ''}.")
+
+
+def _is_fault(run: MonitoredRun, span: MemberSpan) -> bool:
+    reason = None if run.journal is None else run.journal.reason_of(span)
+    return is_fault(reason, end_of(run, span))
+
+
+def _fault_text(run: MonitoredRun, spans: Sequence[MemberSpan], *, is_back: bool) -> str:
+    """Return the text for one replica.
+
+    Args:
+        run: the run.
+        spans: after which it was lost, in order.
+        is_back: whether it has come back since.
+    """
+    last, end = spans[-1], end_of(run, spans[-1])
+    recorded = None if run.journal is None else run.journal.reason_of(last)
+    verb = LEAVE_VERBS.get(recorded or "", "was lost")
+    times = "" if len(spans) == 1 else f" (the last of {len(spans)} times)"
+    how = describe_end(end)
+    if end is not None and end.end == FAILED and end.reason:
+        how += f": {end.reason}"
+    text = f"Replica {last.name} {verb} before sync {last.next_round:,}{times}; {how}."
+    if is_back:
+        return f"{text} It has come back."
+    return f"{text} Look at its output, and start it again under the same name."
 
 
 def _loss_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
@@ -124,7 +181,8 @@ def _loss_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     }
     for replica_number, share in list(skipped.items())[:MAX_NAMES_SHOWN]:
         yield _warning(
-            f"Replica {replica_number} has no finite loss for {percent(share)} of its iterations.",
+            f"Replica {run.name_of(replica_number)} has no finite loss for {percent(share)} "
+            "of its iterations.",
         )
 
 
@@ -132,7 +190,7 @@ def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
     """Return the text for the replicas whose worst spike began at the same iteration."""
     replicas = [replica for replica, _ in spikes]
     spike = max((spike for _, spike in spikes), key=lambda each: each.sigmas)
-    whose = f"replica {_join_numbers(replicas)}"
+    whose = f"replica {_join_replicas(run, replicas)}"
     if len(replicas) == len(run.replicas):
         whose = "all replicas" if len(replicas) > 1 else "the replica"
     back = "it has not recovered"
@@ -161,8 +219,8 @@ def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding
     syncs = run.syncs
     if syncs.low_effective >= WATCHED_SYNCS:
         yield _warning(
-            f"For {syncs.low_effective} syncs in a row the median unit had fewer than "
-            f"{syncs.half:g} effective replicas: "
+            f"For {syncs.low_effective} syncs in a row the median unit had fewer "
+            f"{_fewer_text(run)}: "
             f"{_join((_raise_temperature(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
@@ -173,12 +231,12 @@ def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding
     for replica, share in enumerate(syncs.anomaly_shares().tolist()):
         if share > ANOMALY_SHARE:
             yield _warning(
-                f"Replica {replica} was left out as anomalous in "
+                f"Replica {run.name_of(replica)} was left out as anomalous in "
                 f"{percent(share)} of its units and syncs: look at its data and "
                 "hardware.",
             )
     for replica, rejections in sorted(syncs.loss_rejections.items())[:MAX_NAMES_SHOWN]:
-        yield _warning(_rejection_text(replica, rejections))
+        yield _warning(_rejection_text(run.name_of(replica), rejections))
     if rollbacks := int(syncs.sums["rollbacks"]):
         yield _warning(
             f"{rollbacks} roll-back{'s' if rollbacks > 1 else ''}: units "
@@ -186,7 +244,13 @@ def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding
         )
 
 
-def _rejection_text(replica: int, rejections: LossRejections) -> str:
+def _fewer_text(run: MonitoredRun) -> str:
+    if run.is_elastic:
+        return "effective replicas than half of the members"
+    return f"than {run.syncs.half:g} effective replicas"
+
+
+def _rejection_text(replica: str, rejections: LossRejections) -> str:
     count, comparison = rejections.num_syncs, ""
     if math.isfinite(rejections.others):
         comparison = f", the others' median {number(rejections.others, '.4g')}"
@@ -209,7 +273,8 @@ def _speed_finding(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
             "look at " + ("what delays them" if slow is None else "its machine"),
         )
         yield _warning(
-            f"Replica 0 waited for the others {percent(wait)} of the time{why}: {_join(remedies)}.",
+            f"{_timed_replica(run)} waited for the others {percent(wait)} of the time{why}: "
+            f"{_join(remedies)}.",
         )
     elif slow is not None and facts.strategy.is_timed:
         yield _note(f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}.")
@@ -221,19 +286,28 @@ def _speed_finding(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
         )
 
 
-def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[int, str] | None:
+def _timed_replica(run: MonitoredRun) -> str:
+    """Return whose times the lines of syncs have."""
+    return "The leader" if run.is_elastic else "Replica 0"
+
+
+def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[str, str] | None:
     """Return the slowest replica and its speed as text; None where none is much slower.
 
     Args:
         run: the run.
-        is_waiting: whether replica 0 waits for the others, so that it cannot be the slow one.
+        is_waiting: whether replica 0, or the leader, waits for the others, so that it cannot be
+            the slow one.
     """
-    speeds = {replica.number: replica.speed_between_syncs for replica in run.replicas}
+    speeds = {replica.name: replica.speed_between_syncs for replica in run.members}
     speeds = {replica: speed for replica, speed in speeds.items() if math.isfinite(speed)}
     if len(speeds) < 2:
         return None
     slowest, usual = min(speeds, key=speeds.__getitem__), median_high(speeds.values())
-    if speeds[slowest] >= SLOW_SHARE * usual or (is_waiting and slowest == 0):
+    leader = "0"
+    if run.is_elastic:
+        leader = "" if run.journal is None else run.journal.leader
+    if speeds[slowest] >= SLOW_SHARE * usual or (is_waiting and slowest == leader):
         return None
     text = (
         f"between syncs it makes {speeds[slowest]:,.0f} tokens/s, the median replica {usual:,.0f}"
@@ -251,6 +325,8 @@ def _is_valid(facts: Facts, **changes: Any) -> bool:
         facts: of the run.
         changes: new values, by the names of the settings.
     """
+    if facts.is_elastic:
+        changes["num_replicas"] = None  # as given; `run.json` has the nominal number
     known = {spec.name for spec in dataclasses.fields(EditConfig)} & facts.config.keys()
     try:
         EditConfig(**{name: facts.config[name] for name in known} | changes)
@@ -299,7 +375,7 @@ def _shorten_sync(facts: Facts) -> list[str]:
     hiding = []
     if not facts.delay_steps and _is_valid(facts, delay_steps=1):
         hiding.append("--edit-delay-steps")
-    if "--overlap-param-gather" not in facts.argv:
+    if "--overlap-param-gather" not in facts.argv and not facts.is_elastic:
         hiding.append("--overlap-param-gather")
     if hiding:
         remedies.append(f"hide the exchange ({', '.join(hiding)})")

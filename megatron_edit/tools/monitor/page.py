@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
 
 from megatron_edit.tools.compare.flags import model_of
 from megatron_edit.tools.monitor.charts import make_charts
 from megatron_edit.tools.monitor.findings import list_findings
+from megatron_edit.tools.monitor.membership_chart import membership_charts
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import (
+    change_cells,
     describe_layout,
+    describe_members,
+    describe_news,
     describe_resumes,
     describe_schedule,
     describe_speed_source,
@@ -26,6 +28,7 @@ from megatron_edit.tools.pages import render
 from megatron_edit.tools.pages.texts import duration, megabytes, milliseconds, number, percent
 
 TEMPLATE = Path(__file__).with_name("page.html")
+MAX_CHANGES_SHOWN = 50
 FILTERS = {each.__name__: each for each in (duration, megabytes, milliseconds, number, percent)}
 
 
@@ -37,11 +40,7 @@ def render_page(run: MonitoredRun) -> str:
     """
     facts, syncs = run.facts, run.syncs
     assert facts is not None
-    charts = list(make_charts(run))
-    weights = shares = np.full(len(run.replicas), math.nan)
-    if syncs.count:
-        weights = np.nanmean(syncs.rows.column("replica_weight"), axis=0)
-        shares = syncs.anomaly_shares()
+    charts = [*membership_charts(run), *make_charts(run)]
     values: dict[str, Any] = {
         "run": run,
         "facts": facts,
@@ -53,8 +52,9 @@ def render_page(run: MonitoredRun) -> str:
         "progress": run.progress,
         "loss": latest_loss(run),
         "speed_source": describe_speed_source(run),
-        "weights": weights,
-        "shares": shares,
+        "weights": syncs.mean_weights(),
+        "shares": syncs.anomaly_shares(),
+        "elastic": _elastic_values(run) if facts.is_elastic else None,
         "findings": list_findings(run),
         "charts": [chart._replace(svg=Markup(chart.svg)) for chart in charts if chart.svg],
         "unchanged": [chart for chart in charts if not chart.svg],
@@ -65,6 +65,22 @@ def render_page(run: MonitoredRun) -> str:
         f"{run.folder.resolve()}",
     }
     return render(TEMPLATE, values, FILTERS)
+
+
+def _elastic_values(run: MonitoredRun) -> dict[str, Any]:
+    """Return the values of the template that only an elastic run has."""
+    membership = run.membership
+    changes = membership.changes[-MAX_CHANGES_SHOWN:]
+    members = {replica.name for replica in run.members}
+    return {
+        "members": describe_members(run),
+        "news": describe_news(run),
+        "changes": [change_cells(run, change) for change in reversed(changes)],
+        "earlier_changes": len(membership.changes) - len(changes),
+        "is_member": {replica.name: replica.name in members for replica in run.replicas},
+        "share": membership.share,
+        "replicas": sorted(run.replicas, key=lambda replica: replica.name),
+    }
 
 
 def _title(run: MonitoredRun) -> str:

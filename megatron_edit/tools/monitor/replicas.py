@@ -22,7 +22,8 @@ class Replica:
     """One replica, over all runs of the training.
 
     Attributes:
-        number: r.
+        number: its column in tables of syncs; r in a run without a hub.
+        name: in an elastic run; else the number.
         warmup_steps: W, in which all replicas wait for each other at every step.
         last_local_step: the last step before the final synchronous phase; None where there is no
             such phase.
@@ -38,10 +39,12 @@ class Replica:
         seconds: of all lines.
         samples: since the newest sync, or since the run began.
         end: end record of the newest run; None before it.
+        ends: end records of all processes, in order.
         lines_lost: lines that could not be written, over all runs.
     """
 
     number: int
+    name: str
     warmup_steps: int = 0
     last_local_step: int | None = None
     iteration: int = 0
@@ -56,6 +59,7 @@ class Replica:
     seconds: float = 0.0
     samples: int = 0
     end: Ending | None = None
+    ends: list[Ending] = field(default_factory=list)
     lines_lost: int = 0
     _is_after_sync: bool = False
     _speeds: Bins = field(default_factory=lambda: Bins(128))
@@ -65,7 +69,7 @@ class Replica:
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
     def resume(self, warmup_steps: int, last_local_step: int | None = None) -> None:
-        """Begin the next run of the training; its lines follow.
+        """Begin the next run of the training, or the next process; its lines follow.
 
         Args:
             warmup_steps: of this run.
@@ -75,6 +79,10 @@ class Replica:
         self.samples, self.end, self._is_after_sync = 0, None, False
         self._pending.clear()
         self._recent.clear()
+
+    def was_restarted(self, step: Iteration) -> bool:
+        """Return whether a line is of another process than the lines before it."""
+        return self.end is not None or step.replica_step <= self.step
 
     def add(self, step: Iteration, x: float) -> None:
         """Add the line of an iteration.
@@ -110,6 +118,7 @@ class Replica:
     def on_end(self, end: Ending) -> None:
         """Add the end record of its run."""
         self.end = end
+        self.ends.append(end)
         self.lines_lost += end.lines_lost
 
     def _add_speed(self, x: float) -> None:

@@ -26,9 +26,10 @@ from megatron_edit.observe.records import (
     LossRecord,
     SyncRecord,
     as_count,
-    samples_of,
+    samples_of_all,
 )
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
+from megatron_edit.tools.monitor.membership import HubJournal, MembershipHistory
 from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.segments import Segment, earlier_segments
 from megatron_edit.tools.monitor.series import Bins
@@ -45,9 +46,11 @@ class MonitoredRun:
 
     Args:
         folder: `--edit-log-dir`.
+        journal: of the hub of an elastic run, if it is to be read, too.
 
     Attributes:
         folder: `--edit-log-dir`.
+        journal: as given.
         facts: of the newest run; None until `run.json` exists.
         resumed_at: iterations at which the training was resumed, as far as the files of earlier
             runs exist.
@@ -56,13 +59,15 @@ class MonitoredRun:
         loss: the newest of these losses.
         evaluations: the newest evaluation on each data set.
         syncs: all syncs.
-        replicas: by number.
+        replicas: by number; of an elastic run all that have ever taken part, in order of their
+            first appearance.
+        membership: who took part in the syncs of an elastic run.
         drift: round and replica where a digest first differed from another replica's.
         read_at: Unix seconds of the last reading.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, journal: HubJournal | None = None) -> None:
+        self.folder, self.journal = folder, journal
         self._reset()
 
     def _reset(self) -> None:
@@ -74,8 +79,10 @@ class MonitoredRun:
         self.evaluations: dict[str, LossRecord] = {}
         self.syncs = Syncs(0)
         self.replicas: list[Replica] = []
+        self.membership = MembershipHistory()
         self.drift: tuple[int, int] | None = None
         self.read_at = time.time()
+        self._numbers: dict[str, int] = {}  # of replicas, by name
         self._digests: dict[int, str] = {}
         self._segments: list[Segment] = []
         self._current_segment: Segment | None = None
@@ -109,6 +116,8 @@ class MonitoredRun:
             self._reset()
         self._open()
         self.read_at = time.time()
+        if self.journal is not None:
+            self.journal.poll()
         for segment in self._segments:
             self._read(segment, on_bytes)
         del self._segments[:-1]  # earlier runs write no more
@@ -116,29 +125,51 @@ class MonitoredRun:
             self.poll(on_bytes)
 
     def _read(self, segment: Segment, on_bytes: Callable[[int], object]) -> None:
+        segment.find_replicas()
         if segment is not self._current_segment:
             self._begin_segment(segment)
-        readers: list[tuple[LineReader, Callable[[Mapping[str, Any]], None]]] = [
-            (segment.syncs, partial(self._add_sync, segment)),
-            (segment.losses, partial(self._add_loss, segment)),
-            *((file, partial(self._add_replica_line, segment, replica))
-              for replica, file in zip(self.replicas, segment.replicas, strict=False)),
-        ]  # fmt: skip
-        for file, add_record in readers:
+
+        def read(file: LineReader, add: Callable[[Mapping[str, Any]], None]) -> None:
             for record in file.read(on_bytes):
                 try:
-                    add_record(record)
+                    add(record)
                 except (ArithmeticError, KeyError, TypeError, ValueError, IndexError):
                     file.num_damaged += 1
             if file.num_damaged:
                 self._damaged[file.path.name] = file.num_damaged
 
+        for name in segment.replicas if self._has_names(segment) else ():
+            self._replica(name)
+        read(segment.syncs, partial(self._add_sync, segment))
+        read(segment.losses, partial(self._add_loss, segment))
+        segment.add_replicas(self.membership.members)
+        for name, file in segment.replicas.items():
+            if name in self._numbers:  # not so where the newest run has fewer replicas
+                read(file, partial(self._add_replica_line, segment, self._replica(name)))
+
     def _begin_segment(self, segment: Segment) -> None:
         """Begin a run: the next lines belong to it."""
         self._current_segment, facts = segment, segment.facts
         self.syncs.resume(facts.num_replicas)
-        for replica in self.replicas[: facts.num_replicas]:
+        self.membership.begin_run()
+        for replica in self.replicas:
             replica.resume(facts.warmup_steps, facts.last_local_step)
+
+    def _has_names(self, segment: Segment) -> bool:
+        """Whether replicas are known by their names in a run: it or the newest one is elastic."""
+        return self.is_elastic or segment.facts.is_elastic
+
+    def _replica(self, name: str) -> Replica:
+        """Return a replica by name; a new one is added."""
+        if name not in self._numbers:
+            self._numbers[name] = len(self.replicas)
+            replica = Replica(len(self.replicas), name)
+            if self._current_segment is not None:
+                facts = self._current_segment.facts
+                replica.resume(facts.warmup_steps, facts.last_local_step)
+            self.replicas.append(replica)
+            self.syncs.num_columns = len(self.replicas)
+        return self.replicas[self._numbers[name]]
 
     @property
     def _was_replaced(self) -> bool:
@@ -174,7 +205,8 @@ class MonitoredRun:
         earlier = earlier_segments(self.folder, facts)
         self.facts = facts
         self._segments = [*earlier, Segment.of(self.folder, facts)]
-        self.replicas = [Replica(number) for number in range(facts.num_replicas)]
+        for number in () if facts.is_elastic else range(facts.num_replicas):
+            self._replica(str(number))
         self.resumed_at = [self._iteration_of(s.end) for s in earlier if s.end is not None]
         self.began_at = self._segments[0].began_at
 
@@ -185,8 +217,18 @@ class MonitoredRun:
     # ---- lines
 
     def _add_sync(self, segment: Segment, line: Mapping[str, Any]) -> None:
-        if segment.keeps(as_count(line["iteration"]), sum(samples_of(line))):
-            self.syncs.add(SyncRecord.of(line, self.syncs.num_replicas))
+        if not segment.keeps(as_count(line["iteration"]), samples_of_all(line)):
+            return
+        sync = SyncRecord.of(line, segment.facts.num_replicas)
+        if not self._has_names(segment):
+            self.syncs.add(sync)
+            return
+        if segment.facts.is_elastic and not sync.members:
+            raise ValueError("no members")
+        names = sync.members or tuple(map(str, range(segment.facts.num_replicas)))
+        self.syncs.add(sync, [self._replica(name).number for name in names])
+        if sync.members:
+            self.membership.add(sync, self.syncs.elapsed)
 
     def _add_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
         found = LossRecord.of(line)
@@ -214,6 +256,8 @@ class MonitoredRun:
         else:
             step = Iteration.of(line)
             if segment.keeps(step.iteration, step.samples_all):
+                if segment.facts.is_elastic and replica.was_restarted(step):
+                    replica.resume(segment.facts.warmup_steps, segment.facts.last_local_step)
                 replica.add(step, self._x_of(segment, step.iteration, step.samples_all))
 
     def _x_of(self, segment: Segment, iteration: int, samples: int | None) -> int:
@@ -225,7 +269,7 @@ class MonitoredRun:
     def _iteration_of(self, point: ResumePoint) -> int:
         """Return the iteration of a checkpoint, counted as in the lines of the runs."""
         facts = self.facts
-        if facts is None or not facts.strategy.is_timed or not facts.batch_size:
+        if facts is None or not facts.has_unequal_steps or not facts.batch_size:
             return point.iteration
         return point.samples // facts.batch_size
 
@@ -236,6 +280,29 @@ class MonitoredRun:
             self.drift = number, replica
 
     # ---- present state
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the newest run has a hub."""
+        return self.facts is not None and self.facts.is_elastic
+
+    @property
+    def members(self) -> list[Replica]:
+        """Replicas that take part now.
+
+        In an elastic run the members of its newest sync, before it all that have a file.
+        """
+        if self.facts is None:
+            return []
+        if not self.facts.is_elastic:
+            return self.replicas[: self.facts.num_replicas]
+        segment = self._current_segment
+        names = self.membership.members or (segment.replicas if segment is not None else ())
+        return [self.replicas[self._numbers[name]] for name in names if name in self._numbers]
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a replica; an earlier run may have had more than the newest."""
+        return self.replicas[number].name if number < len(self.replicas) else str(number)
 
     @property
     def validation(self) -> Bins:
@@ -252,26 +319,29 @@ class MonitoredRun:
         Files of older versions do not have the samples.
         """
         facts = self.facts
-        return facts is not None and facts.strategy.is_timed and facts.has_segment
+        return facts is not None and facts.has_unequal_steps and facts.has_segment
 
     @property
     def has_unequal_steps(self) -> bool:
         """Whether replicas make unequal numbers of steps."""
-        return self.facts is not None and self.facts.strategy.is_timed
+        return self.facts is not None and self.facts.has_unequal_steps
 
     @property
     def has_one_loss_per_round(self) -> bool:
         """Whether `loss.jsonl` has one line for each round after the warm-up."""
         facts = self.facts
-        return facts is not None and (facts.strategy.is_timed or facts.has_varying_rounds)
+        return facts is not None and (facts.has_unequal_steps or facts.has_varying_rounds)
 
     @property
     def samples(self) -> int | None:
-        """Samples consumed by all replicas under A-EDiT; None otherwise or where not known."""
+        """Samples consumed by all replicas where their steps are unequal.
+
+        None otherwise, or where not known.
+        """
         facts = self.facts
-        if facts is None or not facts.strategy.is_timed:
+        if facts is None or not facts.has_unequal_steps:
             return None
-        at_sync = sum(self.syncs.samples)
+        at_sync = self.syncs.samples
         if recorded := max((replica.samples_all for replica in self.replicas), default=0):
             return max(recorded, at_sync)
         # Older versions record it at a sync only.
@@ -292,13 +362,17 @@ class MonitoredRun:
         """Replicas without a file in the folder."""
         if self._current_segment is None:
             return []
-        return [number for number, file in enumerate(self._current_segment.replicas)
-                if stat_or_none(file.path) is None]  # fmt: skip
+        files = self._current_segment.replicas
+        return [r.number for r in self.members
+                if r.name not in files or stat_or_none(files[r.name].path) is None]  # fmt: skip
 
     @property
     def num_damaged(self) -> dict[str, int]:
         """Lines that could not be read, by file."""
-        return dict(self._damaged)
+        journal = self.journal.file if self.journal is not None else None
+        if journal is None or not journal.num_damaged:
+            return dict(self._damaged)
+        return {**self._damaged, journal.path.name: journal.num_damaged}
 
     @property
     def lines_lost(self) -> int:
@@ -313,7 +387,7 @@ class MonitoredRun:
             return None
         samples, iteration = self.samples, self.iteration
         is_past_warmup = bool(self.syncs.count) or iteration > facts.warmup_steps
-        if not facts.strategy.is_timed or not is_past_warmup or iteration == facts.train_iters:
+        if not facts.has_unequal_steps or not is_past_warmup or iteration == facts.train_iters:
             return min(1.0, iteration / facts.train_iters)
         if samples is None or not facts.batch_size:
             return None
@@ -322,7 +396,7 @@ class MonitoredRun:
     @property
     def num_with_speed(self) -> int:
         """Replicas whose present speed is known."""
-        return sum(math.isfinite(replica.speed) for replica in self.replicas)
+        return sum(math.isfinite(replica.speed) for replica in self.members)
 
     @property
     def speed(self) -> float | None:
@@ -333,10 +407,11 @@ class MonitoredRun:
         """
         if self.facts is None or not self.num_with_speed:
             return None
-        if self.facts.strategy.is_timed and self.num_with_speed < len(self.replicas):
+        members = self.members
+        if self.facts.strategy.is_timed and self.num_with_speed < len(members):
             return None
-        known = sum(r.speed for r in self.replicas if math.isfinite(r.speed))
-        return known * len(self.replicas) / self.num_with_speed
+        known = sum(r.speed for r in members if math.isfinite(r.speed))
+        return known * len(members) / self.num_with_speed
 
     @property
     def remaining_seconds(self) -> float | None:
@@ -360,24 +435,48 @@ class MonitoredRun:
 
     @property
     def ends(self) -> dict[int, Ending]:
-        """End record of the newest run, of each replica that has written one."""
-        return {r.number: r.end for r in self.replicas if r.end is not None}
+        """End record of the newest run, of each present replica that has written one."""
+        return {r.number: r.end for r in self.members if r.end is not None}
 
     @property
     def failure(self) -> tuple[int, Ending] | None:
-        """The replica that failed first, and its end record."""
-        failed = [(number, end) for number, end in self.ends.items() if end.end == FAILED]
+        """The replica that failed first, and its end record.
+
+        An elastic run goes on without a replica that fails after the first sync.
+        """
+        ends = self.ends
+        if self.is_elastic and self.syncs.count:
+            has_finished = any(end.end == FINISHED for end in ends.values())
+            if has_finished or not self._has_ended:
+                return None
+        failed = [(number, end) for number, end in ends.items() if end.end == FAILED]
         return min(failed, key=lambda each: each[1].time, default=None)
 
     @property
-    def _end_state(self) -> str | None:
-        """How the newest run ended; None until all replicas with a file here have an end record."""
+    def _has_ended(self) -> bool:
+        """Whether all replicas with a file here have an end record.
+
+        In an elastic run some of them may have been killed: it has also ended when the others have
+        an end record and nobody has written for a long time.
+        """
         ends, missing = self.ends, self.missing
+        if not ends:
+            return False
+        if all(r.number in ends or r.number in missing for r in self.members):
+            return True
+        return self.is_elastic and self.silence > SILENT_SECONDS
+
+    @property
+    def _end_state(self) -> str | None:
+        """How the newest run ended; None before its end."""
         if self.failure is not None:
             return FAILED
-        if not ends or any(r.number not in ends and r.number not in missing for r in self.replicas):
+        if not self._has_ended:
             return None
-        return STOPPED if any(end.end == STOPPED for end in ends.values()) else FINISHED
+        found = {end.end for end in self.ends.values()}
+        if self.is_elastic and FINISHED in found:
+            return FINISHED
+        return STOPPED if STOPPED in found else FINISHED
 
     @property
     def state(self) -> str:
@@ -389,7 +488,7 @@ class MonitoredRun:
         # Runs of older versions write no end record.
         if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
             return FINISHED
-        longest = max((replica.step_seconds for replica in self.replicas), default=0.0)
+        longest = max((replica.step_seconds for replica in self.members), default=0.0)
         limit = max(SILENT_SECONDS, SILENT_STEPS * longest)
         return LOST if self.silence > limit else RUNNING
 
@@ -406,7 +505,8 @@ class MonitoredRun:
             return f"lost (no line for {duration(self.silence)})"
         if state == FAILED and self.failure is not None:
             number, end = self.failure
-            return f"failed: {end.reason or f'replica {number}, exit code {end.exit_code}'}"
+            whose = f"replica {self.name_of(number)}"
+            return f"failed: {end.reason or f'{whose}, exit code {end.exit_code}'}"
         if state == STOPPED:
             reasons = {end.reason for end in self.ends.values() if end.reason}
             return f"stopped ({', '.join(sorted(reasons))})" if reasons else state
@@ -430,8 +530,12 @@ def check_folder(folder: Path, *, may_be_missing: bool = False) -> None:
         raise UsageError(str(folder), "is not a folder", "give the folder of --edit-log-dir")
 
 
-def open_run(folder: Path) -> MonitoredRun:
+def open_run(folder: Path, journal: HubJournal | None = None) -> MonitoredRun:
     """Return the run in a folder.
+
+    Args:
+        folder: `--edit-log-dir`.
+        journal: of the run's hub, if it is to be read, too.
 
     Raises:
         UsageError: the folder holds no run.
@@ -442,7 +546,7 @@ def open_run(folder: Path) -> MonitoredRun:
         raise UsageError(
             str(folder), "holds no run.json", "give the folder of --edit-log-dir of a run"
         )
-    return MonitoredRun(folder)
+    return MonitoredRun(folder, journal)
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.constants import REPLICA_NAME
 from megatron_edit.observe.line_files import (
     LineReader,
     last_records,
     stat_or_none,
     unreadable_error,
 )
-from megatron_edit.observe.records import as_count, samples_of
+from megatron_edit.observe.records import as_count, replica_file, samples_of_all
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
 
 LATE_BATCHES = 10  # a killed run may have saved a checkpoint before it wrote the last lines
 _RENAMED = re.compile(r"run\.(\d+)\.json")
+_NUMBERED = re.compile(r".*\.\d+")  # in the name of a file: an earlier run's
+_CLOCK_SECONDS = 1.0  # resolution of the times of files
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,23 @@ class Segment:
     """The files of one run.
 
     Attributes:
+        folder: `--edit-log-dir`.
+        middle: in the names of renamed files, `.1` for example; empty for the newest run.
         facts: contents of its `run.json`.
         began_at: Unix seconds at which `run.json` was written.
         syncs, losses: `sync.jsonl` and `loss.jsonl`.
-        replicas: `replica-<r>.jsonl` of each.
+        replicas: `replica-<r>.jsonl` by name or number; of an elastic run those found so far.
         end: checkpoint that a later run resumed from; later lines here were repeated there. None
             for the newest run.
     """
 
+    folder: Path
+    middle: str
     facts: Facts
     began_at: float
     syncs: LineReader
     losses: LineReader
-    replicas: tuple[LineReader, ...]
+    replicas: dict[str, LineReader]
     end: ResumePoint | None = None
 
     @classmethod
@@ -60,15 +67,50 @@ class Segment:
         """
         middle = "" if number is None else f".{number}"
         found = stat_or_none(folder / f"run{middle}.json")
-        names = ["sync", "loss", *(f"replica-{r}" for r in range(facts.num_replicas))]
-        syncs, losses, *replicas = (LineReader(folder / f"{name}{middle}.jsonl") for name in names)
+        syncs, losses = (LineReader(folder / f"{name}{middle}.jsonl") for name in ("sync", "loss"))
         began_at = math.nan if found is None else found.st_mtime
-        return cls(facts, began_at, syncs, losses, tuple(replicas), end)
+        segment = cls(folder, middle, facts, began_at, syncs, losses, {}, end)
+        segment.add_replicas(() if facts.is_elastic else map(str, range(facts.num_replicas)))
+        segment.find_replicas()
+        return segment
 
     @property
     def files(self) -> tuple[LineReader, ...]:
         """All files but `run.json`."""
-        return (self.syncs, self.losses, *self.replicas)
+        return (self.syncs, self.losses, *self.replicas.values())
+
+    def add_replicas(self, names: Iterable[str]) -> None:
+        """Add the files of replicas whose names are known; they need not exist yet."""
+        for name in names:
+            if name not in self.replicas:
+                path = (self.folder / replica_file(name)).with_suffix(f"{self.middle}.jsonl")
+                self.replicas[name] = LineReader(path)
+
+    def find_replicas(self) -> None:
+        """Add the new files in the folder, in an elastic run.
+
+        Raises:
+            UsageError: the folder cannot be read.
+        """
+        if self.facts.is_elastic:
+            self.add_replicas(sorted(self._names_in_folder()))
+
+    def _names_in_folder(self) -> Iterator[str]:
+        pattern = re.compile(rf"replica-({REPLICA_NAME}){re.escape(self.middle)}\.jsonl")
+        try:
+            found = [(path, pattern.fullmatch(path.name)) for path in self.folder.iterdir()]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise unreadable_error(self.folder, error) from None
+        for path, match in found:
+            if match is None or match[1] in self.replicas:
+                continue
+            if not self.middle and _NUMBERED.fullmatch(match[1]):
+                continue
+            now = stat_or_none(path)  # a file that was not written to since is an earlier run's
+            if now is None or now.st_mtime >= self.began_at - _CLOCK_SECONDS:
+                yield match[1]
 
     def has_reached(self, point: ResumePoint) -> bool:
         """Return whether this run got as far as a checkpoint, by its last lines.
@@ -93,7 +135,7 @@ class Segment:
         """
         if self.end is None:
             return True
-        if self.facts.strategy.is_timed and samples is not None:
+        if self.facts.has_unequal_steps and samples is not None:
             return samples <= self.end.samples
         return iteration <= self.end.iteration
 
@@ -130,7 +172,7 @@ def _samples_of(record: dict[str, Any], batch: int) -> int:
     samples = record.get("samples_all")
     try:
         if isinstance(record.get("samples"), list):  # a sync: one number per replica
-            samples = sum(samples_of(record))
+            samples = samples_of_all(record)
         return as_count(record["iteration"]) * batch if samples is None else as_count(samples)
     except (KeyError, TypeError, ValueError):
         return 0

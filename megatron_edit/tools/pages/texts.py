@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+MAX_NAMES_SHOWN = 8
 UNKNOWN = "–"  # noqa: RUF001 - a typographic dash
 _STEPS = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "min", 1.0, "s"))
 
@@ -39,3 +41,9 @@ def duration(seconds: float | None) -> str:
             rest = int(seconds % size // part)
             return f"{int(seconds // size)} {name}" + (f" {rest} {part_name}" if rest else "")
     return f"{seconds:.0f} s"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names as text, the first ones and their number where there are many."""
+    more = f", ... ({len(names)} in all)" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

@@ -1,0 +1,258 @@
+"""Which replicas took part in an elastic run: by sync, and from the journal of its hub."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_edit.elastic.hub_state import LeaveReason
+from megatron_edit.elastic.journal import FILE_NAME
+from megatron_edit.errors import to_one_line
+from megatron_edit.observe.line_files import LineReader
+from megatron_edit.observe.records import (
+    FAILED,
+    Ending,
+    SyncRecord,
+    as_count,
+    as_number,
+    as_replica_name,
+    members_of,
+)
+
+FAULTS = (LeaveReason.LOST, LeaveReason.EVICTED, LeaveReason.DRIFTED)
+NO_END = "no end record"
+
+
+@dataclass
+class MemberSpan:
+    """Consecutive syncs with one replica as a member.
+
+    Attributes:
+        name: of the replica.
+        first_round: number of the first of these syncs.
+        began_at: Unix seconds of that sync.
+        start, end: seconds of training (`Syncs.elapsed`).
+        epoch: of the last of these syncs.
+        next_round: number of the first sync without it; None while it is a member.
+        next_epoch: of that sync.
+        returned_at: Unix seconds of its next sync as a member; infinite before.
+    """
+
+    name: str
+    first_round: int
+    began_at: float
+    start: float
+    end: float
+    epoch: int
+    next_round: int | None = None
+    next_epoch: int = 0
+    returned_at: float = math.inf
+
+
+class MembershipChange(NamedTuple):
+    """A new epoch, as the first sync in it shows it.
+
+    Attributes:
+        time: Unix seconds of that sync.
+        start: seconds of training (`Syncs.elapsed`) until the sync before.
+        round: number of that sync.
+        epoch: its number.
+        members: all members of the epoch.
+        came: members of this sync that were none of the one before.
+        left: members of the sync before that are none of this one.
+    """
+
+    time: float
+    start: float
+    round: int
+    epoch: int
+    members: tuple[str, ...]
+    came: tuple[str, ...]
+    left: tuple[MemberSpan, ...]
+
+
+@dataclass
+class MembershipHistory:
+    """The members of all syncs of an elastic run.
+
+    Attributes:
+        epoch: of the newest sync; 0 before the first.
+        members: of the newest sync; empty before the first sync of a run.
+        changes: all epochs with a sync, the first one included.
+        spans: of each replica, in order.
+        num_syncs: syncs of each replica as a member.
+        count: syncs so far.
+    """
+
+    epoch: int = 0
+    members: tuple[str, ...] = ()
+    changes: list[MembershipChange] = field(default_factory=list)
+    spans: dict[str, list[MemberSpan]] = field(default_factory=lambda: defaultdict(list))
+    num_syncs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    count: int = 0
+    _elapsed: float = 0.0
+    _current: dict[str, MemberSpan] = field(default_factory=dict)
+
+    def add(self, sync: SyncRecord, elapsed: float) -> None:
+        """Add a sync.
+
+        Args:
+            sync: with members.
+            elapsed: seconds of training until then (`Syncs.elapsed`).
+        """
+        assert sync.epoch is not None, "a sync without an epoch"
+        came = tuple(name for name in sync.members if name not in self._current)
+        left = tuple(self._current.pop(name) for name in sorted(self._current)
+                     if name not in sync.members)  # fmt: skip
+        for span in left:
+            span.next_round, span.next_epoch = sync.round, sync.epoch
+        for name in sync.members:
+            self._extend(name, sync, sync.epoch, elapsed)
+        if came or left or sync.epoch != self.epoch:
+            when = sync.time, self._elapsed, sync.round, sync.epoch
+            self.changes.append(MembershipChange(*when, sync.members, came, left))
+        self.epoch, self.members, self._elapsed = sync.epoch, sync.members, elapsed
+        self.count += 1
+
+    def _extend(self, name: str, sync: SyncRecord, epoch: int, elapsed: float) -> None:
+        spans = self.spans[name]
+        if name not in self._current:
+            if spans:
+                spans[-1].returned_at = sync.time
+            span = MemberSpan(name, sync.round, sync.time, self._elapsed, elapsed, epoch)
+            spans.append(span)
+            self._current[name] = span
+        self._current[name].end, self._current[name].epoch = elapsed, epoch
+        self.num_syncs[name] += 1
+
+    def begin_run(self) -> None:
+        """Begin the next run of the training: its members are not known yet."""
+        self.members = ()
+
+    def share(self, name: str) -> float:
+        """Return the share of all syncs in which a replica was a member; NaN before the first."""
+        return self.num_syncs.get(name, 0) / self.count if self.count else math.nan
+
+
+class RecordedLeave(NamedTuple):
+    """A `leave` of the journal.
+
+    Attributes:
+        time: Unix seconds, by the hub's clock.
+        epoch: in which the replica left.
+        name: of the replica.
+        reason: `lost`, for example.
+    """
+
+    time: float
+    epoch: int
+    name: str
+    reason: str
+
+
+class HubJournal:
+    """The journal of a hub, read while it grows.
+
+    Args:
+        folder: `--state-dir` of the hub.
+
+    Attributes:
+        file: the journal.
+        term: starts of the hub so far.
+        epoch: newest one; 0 before the first.
+        leader: of the newest epoch; empty before it.
+        joining: replicas that have joined and are not members yet.
+        leaves: of each replica, in order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reset()
+
+    def _reset(self) -> None:
+        self.file = LineReader(self._folder / FILE_NAME)
+        self.term, self.epoch, self.leader = 0, 0, ""
+        self.joining: set[str] = set()
+        self.leaves: dict[str, list[RecordedLeave]] = defaultdict(list)
+
+    def poll(self) -> None:
+        """Read the new lines.
+
+        Raises:
+            UsageError: the file cannot be read.
+        """
+        if self.file.was_replaced:
+            self._reset()
+        for record in self.file.read():
+            try:
+                self._add(record)
+            except (KeyError, TypeError, ValueError):
+                self.file.num_damaged += 1
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        event, epoch = record["event"], as_count(record["epoch"])
+        if event == "open":
+            self.term = as_count(record["term"])
+        elif event == "join":
+            self.joining.add(as_replica_name(record["name"]))
+        elif event == "leave":
+            name = as_replica_name(record["name"])
+            leave = RecordedLeave(
+                as_number(record["time"]), epoch, name, to_one_line(str(record["reason"]))
+            )
+            self.leaves[name].append(leave)
+            self.joining.discard(name)
+        elif event == "epoch":
+            members, self.epoch = members_of(record), epoch
+            self.leader = as_replica_name(record["leader"])
+            self.joining.difference_update(members)
+
+    def reason_of(self, span: MemberSpan) -> str | None:
+        """Return why a replica was no member any more after a span; None where not recorded."""
+        reasons = [leave.reason for leave in self.leaves.get(span.name, ())
+                   if span.epoch <= leave.epoch < span.next_epoch]  # fmt: skip
+        return reasons[-1] if reasons else None
+
+    def leaves_since(self, epoch: int) -> list[RecordedLeave]:
+        """Return who has left in an epoch or later, in order of time.
+
+        Replicas without samples left to train on are not included.
+        """
+        found = [leave for leaves in self.leaves.values() for leave in leaves
+                 if leave.epoch >= epoch and leave.reason != LeaveReason.FINISHED]  # fmt: skip
+        return sorted(found)
+
+
+def end_after(span: MemberSpan, ends: Sequence[Ending]) -> Ending | None:
+    """Return the end record of the process whose membership ended; None where it wrote none.
+
+    Args:
+        span: of a former member.
+        ends: all end records of the replica.
+    """
+    return next((end for end in ends if span.began_at < end.time < span.returned_at), None)
+
+
+def describe_end(end: Ending | None) -> str:
+    """Return how a process ended, in a few words."""
+    if end is None:
+        return NO_END
+    if end.end == FAILED:
+        return f"failed with exit code {end.exit_code}"
+    return end.end if end.reason is None else f"{end.end}: {end.reason}"
+
+
+def is_fault(reason: str | None, end: Ending | None) -> bool:
+    """Return whether a replica left without having been asked to.
+
+    Args:
+        reason: from the journal; None without one.
+        end: end record of its process; None where it wrote none.
+    """
+    if reason is not None:
+        return reason in FAULTS
+    return end is None or end.end == FAILED
