@@ -88,8 +88,9 @@ def loss_rejections(report: SyncReport) -> list[str]:
         shown = ", ".join(others[:FEW_REPLICAS]) + (", ..." if len(others) > FEW_REPLICAS else "")
         lines.append(
             f"sync {report.round} after iteration {report.step}: replica {names[replica]} is left "
-            f"out because of its loss {loss.losses[replica]:.4g}, {loss.scores[replica]:.1f} standard "
-            f"deviations above its history (the others: {shown or 'none'}); look at its data"
+            f"out because of its loss {loss.losses[replica]:.4g}, {loss.scores[replica]:.1f} "
+            f"standard deviations above its history (the others: {shown or 'none'}); look at its "
+            "data"
         )
     return lines
 

@@ -89,8 +89,8 @@ OBSERVE = (
         id="observe/speed-since-the-start",
         bug="tokens per second are means since the start of the run",
         file="observe/metrics.py",
-        old="        self._last = now, samples\n",
-        new="        self._last = self._last or (now, samples)\n",
+        old="        self._last = now, report.samples_of_all, samples\n",
+        new="        self._last = self._last or (now, report.samples_of_all, samples)\n",
         test="pure/test_event_log.py::test_speeds_are_measured_since_previous_sync",
     ),
     Mutant(
