@@ -239,6 +239,9 @@ def quiet_rounds_of(part: Part, dones: Sequence[Done]) -> list[float]:
     ]
 
 
+EXCHANGE_SECONDS = 0.25  # a commit so soon after a join was exchanged before it
+
+
 @dataclass(frozen=True)
 class Return:
     """A replica that has joined, or come back.
@@ -246,7 +249,7 @@ class Return:
     Attributes:
         name: of the replica.
         syncs: commits from its joining to the first with samples of it, that one included; without
-            one for which the hub had formed the groups already.
+            one that the others were exchanging already.
         seconds: from its joining to that commit.
     """
 
@@ -264,18 +267,19 @@ def returns_of(part: Part) -> list[Return]:
         commits = [each for each in part.after("commit", when) if each["seq"] < leave]
         number = next((n for n, each in enumerate(commits) if each["blocks"].get(name)), None)
         if number is not None:
-            syncs = number + 1 - _has_formed(part, join)
+            syncs = number + 1 - _was_exchanging(part, join, commits[0])
             found.append(Return(name, syncs, commits[number]["time"] - when))
     return found
 
 
-def _has_formed(part: Part, join: Mapping[str, Any]) -> bool:
-    """Whether the groups of an epoch were formed, and not used yet, when a replica has joined."""
-    before = [line["event"] for line in part.journal if line["seq"] < join["seq"]]
+def _was_exchanging(part: Part, join: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
+    """Whether the others were exchanging a round when a replica has joined: the groups of an epoch
+    were formed and not used yet, or the commit `first` came right after it."""
     is_formed = False
-    for event in before:
+    for event in [line["event"] for line in part.journal if line["seq"] < join["seq"]]:
         is_formed = event == "epoch" or (is_formed and event != "commit")
-    return is_formed
+    is_late = first["time"] - join["time"] < EXCHANGE_SECONDS
+    return is_formed or (is_late and join["name"] not in first["members"])
 
 
 # ---- blocks and parameters
