@@ -7,7 +7,7 @@ failed or timed-out collective to a `ReplicaLostError`.
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -315,14 +315,15 @@ class Group:
         self.all_reduce(count)
         return int(count) > 0
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """Gather the picklable values of all ranks in rank order. For set-up only."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Gather the JSON values of all ranks in rank order; tuples arrive as lists. For set-up
+        and for small values."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.all_gather(padded)
-        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+        return [json.loads(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)]
 
     def warm_up(self, *, has_exchanges: bool = False) -> None:
         """Use the group once, so that NCCL connects and allocates its buffers, which lie outside of

@@ -360,8 +360,8 @@ class Membership:
 
     def handles(self) -> tuple[str, ...]:
         """Addresses of all ranks of the replica. Collective: the ranks of the replica."""
-        mine = json.dumps([self.copies, *self.transports.handles])
-        return tuple(self.control.all_gather_objects(mine))
+        mine = [self.copies, *self.transports.handles]
+        return tuple(map(json.dumps, self.control.all_gather_json(mine)))
 
     def _arrive(self) -> None:
         self._report(RoundDue(self.handles()))

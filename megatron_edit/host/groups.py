@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from megatron.core import parallel_state
@@ -76,7 +76,8 @@ def build_groups(
 
     control: Group = _control_group(world)
     meeting: Group = across(ON_CPU, "meeting")
-    rank_devices = meeting.all_gather_objects(control.all_gather_objects(_rank_device(device)))
+    gathered = meeting.all_gather_json(control.all_gather_json(asdict(_rank_device(device))))
+    rank_devices = [[RankDevice(**fields) for fields in ranks] for ranks in gathered]
     backend = choose_backend(config.sync_backend, rank_devices)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")

@@ -47,7 +47,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 REFERENCE = re.compile(r"see\b|(as|like) \S+('s[.;,]| has it\b)", re.IGNORECASE)
 
 # Methods of `Group`. Raw process groups have `broadcast`, too, so the receiver decides.
-GROUP_METHODS = {"all_reduce", "broadcast", "all_gather", "all_gather_objects"}
+GROUP_METHODS = {"all_reduce", "broadcast", "all_gather", "all_gather_json"}
 # Collectives of torch.distributed and of raw process groups, used only in COLLECTIVES.
 RAW_COLLECTIVES = {
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce_coalesced",

@@ -62,7 +62,7 @@ def plan_model(
     stage_units = list(dict.fromkeys(unit for _, (_, unit) in named))
     own_units = {unit for p, (_, unit) in named if not getattr(p, "shared", False)}
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = replica.all_gather_objects((stage, stage_units, own_units))
+    stages = replica.all_gather_json((stage, stage_units, sorted(own_units)))
     everywhere = {unit for _, units, _ in stages for unit in units}
     _check_one_stage_each(everywhere, {(place, frozenset(own)) for place, _, own in stages})
     params = [f for optimizer in optimizers for f in param_shards_of(optimizer, dict(named))]

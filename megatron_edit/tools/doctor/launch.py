@@ -192,8 +192,8 @@ def _measure(
 ) -> AllReduceResult:
     """Measure the links between the replicas, and all-reduces among them."""
     all_reduce = measure_all_reduce(_sync_group(world, transport), all_ranks)
-    found = all_ranks.all_gather_objects(measure_links(world, transport))
-    links: list[MeasuredLink] = [link for one in found for link in one]
+    mine = [dataclasses.asdict(link) for link in measure_links(world, transport)]
+    links = [MeasuredLink(**link) for one in all_ranks.all_gather_json(mine) for link in one]
     report.findings += link_findings(links)
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
@@ -218,10 +218,10 @@ def _watch(folder: Path, all_ranks: Group) -> list[FolderVisibility]:
     """
     content = uuid.uuid4().hex
     written = _write(folder / f".doctor-{content}", content) if all_ranks.rank == 0 else None
-    content, error = all_ranks.all_gather_objects((content, written))[0]
+    content, error = all_ranks.all_gather_json((content, written))[0]
     path = folder / f".doctor-{content}"
     mine = FolderVisibility(error=error) if error else _poll(path, content)
-    seen: list[FolderVisibility] = all_ranks.all_gather_objects(mine)
+    seen = [FolderVisibility(**one) for one in all_ranks.all_gather_json(dataclasses.asdict(mine))]
     if all_ranks.rank == 0:
         path.unlink(missing_ok=True)
     return seen
