@@ -254,3 +254,32 @@ def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
             run.signal("c", signal.SIGKILL)
         finish(run, "abd")
         run.check_blocks(WARMUP * 4)
+
+
+def test_evaluations_and_tensorboard_need_no_other_replica(tmp_path: Path) -> None:
+    """All replicas hold the same parameters at an evaluation, and only the leader records it."""
+    flags = {"train_iters": 60, "global_batch_size": 8, "eval_interval": 10, "eval_iters": 2,
+             "tensorboard_dir": tmp_path / "board", "num_layers": 4}  # fmt: skip
+    with elastic_run(tmp_path, 2, flags=flags) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for_commits(3)
+        run.signal("a", signal.SIGKILL)
+        finish(run, "b")
+        found = [line for line in run.lines("loss.jsonl") if line.get("split") == "validation"]
+        assert len(found) >= 5, run.lines("loss.jsonl")
+        assert all(any((tmp_path / "board" / name).iterdir()) for name in "ab")
+
+
+def test_request_to_stop_in_the_warm_up_saves(tmp_path: Path) -> None:
+    """Then all replicas end after the same step, and may start again from there."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 4000, "global_batch_size": 8, "exit_signal_handler": True,
+             "edit_warmup_steps": 3000, "save": saves, "save_interval": 10_000}  # fmt: skip
+    with elastic_run(tmp_path / "first", 2, flags=flags) as run:
+        for name in "ab":
+            run.start(name)
+        run.wait_for(lambda: len(run.lines("replica-a.jsonl")) > 5)
+        run.signal("b", signal.SIGTERM)
+        finish(run, "ab")
+        assert int((saves / "latest_checkpointed_iteration.txt").read_text()) > 5
