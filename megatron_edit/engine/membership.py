@@ -232,7 +232,7 @@ class Membership:
                 self.members = (self.name,)
                 return True
             elif order is not None:
-                raise _error_of(order)
+                raise self._end_of(order)
 
     def copy_state(self, copy: StateCopy) -> None:
         """Copy the state of the others, and arrive at their meeting.
@@ -252,7 +252,7 @@ class Membership:
                     self._heal = order
                     break
                 if order is not None:
-                    raise _error_of(order)
+                    raise self._end_of(order)
 
     def decide(self, attempt: Callable[[], Attempt], copy: StateCopy) -> tuple[Attempt, bool]:
         """Meet the other replicas, and exchange the round until the hub has committed it.
@@ -295,7 +295,7 @@ class Membership:
                 self._heal = order
                 self.copy_state(copy)
             elif order is not None:
-                raise _error_of(order)
+                raise self._end_of(order)
             elif Status.FAILED in statuses:
                 self._put_aside(current)
                 current, status = None, Status.IDLE
@@ -310,7 +310,7 @@ class Membership:
         if self.agent is not None and (order := self.agent.next_order()) is not None:
             if isinstance(order, Abandon | Heal):
                 return  # of an exchange that this replica was not in
-            raise _error_of(order)
+            raise self._end_of(order)
 
     def leave(self, reason: str) -> None:
         """Tell the hub that this replica ends, and close the connection. Idempotent."""
@@ -320,6 +320,12 @@ class Membership:
             agent.close(CLOSE_SECONDS)
 
     # ---- parts of the above
+
+    def _end_of(self, order: Order) -> EditError | SystemExit:
+        """The error with which the replica ends; the reason of a regular end is shown."""
+        if isinstance(order, End) and not order.exit_code and self.agent is not None:
+            self.on_message(f"the hub has ended the run: {order.reason}")
+        return _error_of(order)
 
     def _advance(self, attempt: Attempt, began: float) -> Status:
         try:

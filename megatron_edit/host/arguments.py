@@ -21,7 +21,7 @@ from megatron_edit.constants import (
     SUPPORTED_OPTIMIZERS,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute
+from megatron_edit.flags import AUTO, attribute, flag
 from megatron_edit.host.muon import check_muon
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -141,8 +141,8 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     check_graphs(args)
     _check_model(args)
     _check_fp8_params(args)
-    _check_layout(args, placement)
-    _check_batch(args, placement)
+    _check_layout(args, placement, config)
+    _check_batch(args, placement, config)
     _check_checkpoints(args)
 
 
@@ -232,7 +232,7 @@ def _is_refused(value: object, refused: object) -> bool:
     return value == refused
 
 
-def _check_layout(args: Namespace, placement: Placement) -> None:
+def _check_layout(args: Namespace, placement: Placement, config: EditConfig) -> None:
     """Check the layout against the ranks of one replica; Megatron checks all N*K ranks."""
     for name in (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -257,7 +257,9 @@ def _check_layout(args: Namespace, placement: Placement) -> None:
             raise UsageError(
                 f"{ranks} ranks per replica",
                 f"must be a multiple of {product} = {size}",
-                "launch more ranks, or lower --edit-num-replicas",
+                "launch more ranks"
+                if config.hub is not None
+                else "launch more ranks, or lower --edit-num-replicas",
             )
     shards = getattr(args, "tensor_parallel_num_weight_shards", None)
     if shards not in (None, tp):
@@ -276,10 +278,11 @@ def data_parallel_size(args: Namespace, placement: Placement) -> int:
     )
 
 
-def _check_batch(args: Namespace, placement: Placement) -> None:
+def _check_batch(args: Namespace, placement: Placement, config: EditConfig) -> None:
     if args.micro_batch_size is None:
         return  # Megatron reports it
     ranks = placement.num_replicas * data_parallel_size(args, placement)
+    replicas = flag("num_replicas" if config.hub is None else "nominal_replicas")
     for name in ("global_batch_size", "eval_global_batch_size"):
         batch = getattr(args, name, None)
         if batch is None:
@@ -287,7 +290,7 @@ def _check_batch(args: Namespace, placement: Placement) -> None:
         if batch % placement.num_replicas:
             raise UsageError(
                 f"{flag_of(name)} {batch}",
-                f"must be a multiple of --edit-num-replicas {placement.num_replicas}",
+                f"must be a multiple of {replicas} {placement.num_replicas}",
                 f"use {_next_multiple(batch, args.micro_batch_size * ranks)}",
             )
         if name == "global_batch_size" and batch % (args.micro_batch_size * ranks):

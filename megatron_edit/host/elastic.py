@@ -30,6 +30,7 @@ from megatron_edit.flags import flag, parse_endpoint
 from megatron_edit.host.agreement import comparable_settings
 from megatron_edit.host.checkpoint.loading import StartingPoint
 from megatron_edit.host.settings import num_phases_of
+from megatron_edit.observe.console import say
 
 FORM_TIMEOUT = timedelta(seconds=15)
 REACH_SECONDS = 30.0  # in which the hub must answer at the start: it may be starting itself
@@ -127,6 +128,7 @@ def join_hub(
     membership = Membership(
         config.replica_name or "", None, control, transports, f"{own_host}:{server.port}"
     )
+    membership.on_message = say
     handles = membership.handles()
     if control.rank == 0:
         hello = Hello(

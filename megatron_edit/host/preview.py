@@ -74,7 +74,9 @@ def _check_resume(
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
-    run = resuming_run(config, config.num_replicas or 1, args, iterations)
+    run = resuming_run(
+        config, config.nominal_replicas or config.num_replicas or 1, args, iterations
+    )
     plan = checked_plan(path, manifest, run, config.warmup_steps)
     last = last_local(iterations, config.final_sync_fraction)
     settings = engine_settings(config, sync_mode, iterations * run.num_replicas, last)

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Functions shared by the batch scripts of this folder. Sourced, never run; see docs/slurm.md.
 #
-# A batch script calls `prepare KIND`, starts its launches (`launch_all_nodes` or
-# `launch_each_replica`), and ends with `finish`.
+# A batch script calls `prepare KIND`, starts its launches (`launch_all_nodes`, `launch_each_replica`
+# or, in elastic.sh, `launch_elastic_replica`), and ends with `finish`.
 
 # shellcheck source=scripts/slurm/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
@@ -51,6 +51,9 @@ prepare() {
     read_settings "$1"
     EDIT_DIR=$(realpath -m "$EDIT_DIR") # ranks in a container may start in another folder
     restarts=${SLURM_RESTART_COUNT:-0}
+    # A task of an array by its own name: one of them has the number of the whole array.
+    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    job=${job:-$SLURM_JOB_ID}
     export EDIT_STATE=$EDIT_DIR/slurm/$SLURM_JOB_ID.$restarts
     mkdir -p "$EDIT_STATE"
     rm -f "$EDIT_STATE"/*
@@ -62,21 +65,26 @@ prepare() {
     gather_flags "$1"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM
-    say "job $SLURM_JOB_ID ($1), start $((restarts + 1))"
+    say "job $job ($1), start $((restarts + 1))"
 }
 
 # gather_flags KIND: sets `flags` of every launch; later flags override earlier ones.
 gather_flags() {
-    local file more
+    local file replicas=(--edit-num-replicas "$EDIT_REPLICAS") more
     mapfile -t flags < <(words "$EDIT_MODEL_FLAGS_FILE")
     case $1 in
         ddp) file='' ;;
         a_edit_*) file=$EDIT_A_EDIT_FLAGS_FILE ;;
+        elastic)
+            file=$EDIT_ELASTIC_FLAGS_FILE
+            replicas=(--edit-nominal-replicas "$EDIT_REPLICAS"
+                --edit-min-replicas "$EDIT_MIN_REPLICAS")
+            ;;
         *) file=$EDIT_EDIT_FLAGS_FILE ;;
     esac
     if [ -n "$file" ]; then
         mapfile -t more < <(words "$file")
-        flags+=("${more[@]}" --edit-num-replicas "$EDIT_REPLICAS" --edit-log-dir "$EDIT_DIR/log")
+        flags+=("${more[@]}" "${replicas[@]}" --edit-log-dir "$EDIT_DIR/log")
     fi
     flags+=(--save "$EDIT_DIR/checkpoints" --load "$EDIT_DIR/checkpoints"
         --save-interval "$EDIT_SAVE_INTERVAL" --exit-signal-handler)
@@ -201,7 +209,7 @@ on_signal() {
 # Signals the ranks until one has received it: a step that is just starting misses signals.
 pass_on() {
     if [ -n "$stop_signal" ] && [ ! -f "$EDIT_STATE/stopped" ]; then
-        scancel --signal=USR1 "$SLURM_JOB_ID" || true
+        scancel --signal=USR1 "$job" || true
     fi
 }
 
@@ -274,7 +282,7 @@ job_state() {
     local state i
     for ((i = 0; i < MAX_QUERIES; i++)); do
         ((i == 0)) || sleep "$QUERY_SECONDS"
-        if state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | sed -n 1p); then
+        if state=$(squeue --noheader --jobs="$job" --format=%T | sed -n 1p); then
             echo "${state:-gone}"
             return 0
         fi
@@ -300,7 +308,7 @@ requeue() {
     }
     say "$1; queued again"
     trap '' USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID" || {
+    scontrol requeue "$job" || {
         say "SLURM refuses to queue it again; submit it once more by hand, it goes on"
         exit 1
     }

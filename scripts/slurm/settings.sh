@@ -18,8 +18,9 @@ refuse() {
 into_words() { read -r -d '' -a "$1" <<<"$2" || true; }
 
 SETTINGS=(EDIT_DIR EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE
-    EDIT_EXTRA_FLAGS EDIT_SAVE_INTERVAL EDIT_PYTHON EDIT_CONTAINER EDIT_CONTAINER_MOUNTS
-    EDIT_SRUN_OPTIONS EDIT_REPLICAS EDIT_PORT EDIT_MAX_RESTARTS EDIT_MAX_FAILURES
+    EDIT_ELASTIC_FLAGS_FILE EDIT_EXTRA_FLAGS EDIT_SAVE_INTERVAL EDIT_PYTHON EDIT_CONTAINER
+    EDIT_CONTAINER_MOUNTS EDIT_SRUN_OPTIONS EDIT_REPLICAS EDIT_PORT EDIT_HUB EDIT_MIN_REPLICAS
+    EDIT_MAX_RESTARTS EDIT_MAX_FAILURES EDIT_RANK_RESTARTS
     EDIT_NODES EDIT_GPUS_PER_NODE EDIT_RANKS_PER_NODE EDIT_CPUS_PER_RANK EDIT_PARTITION
     EDIT_MIXED EDIT_TIME_LIMIT EDIT_SIGNAL_LEAD_SECONDS EDIT_SBATCH_OPTIONS)
 
@@ -35,7 +36,7 @@ read_settings() {
     source "$settings"
     local name
     for name in $(compgen -v EDIT_); do
-        [[ " EDIT_KIND EDIT_STATE ${SETTINGS[*]} " == *" $name "* ]] || refuse "$name=${!name}" \
+        [[ " EDIT_KIND EDIT_STATE EDIT_HUB_TOKEN ${SETTINGS[*]} " == *" $name "* ]] || refuse "$name=${!name}" \
             "no such setting" "look for its name in $scripts/settings.env"
     done
     for name in "${SETTINGS[@]}"; do
@@ -48,18 +49,19 @@ read_settings() {
 check_settings() {
     local name
     for name in EDIT_NODES EDIT_REPLICAS EDIT_RANKS_PER_NODE EDIT_CPUS_PER_RANK EDIT_SAVE_INTERVAL \
-        EDIT_SIGNAL_LEAD_SECONDS EDIT_MAX_FAILURES; do
+        EDIT_SIGNAL_LEAD_SECONDS EDIT_MAX_FAILURES EDIT_MIN_REPLICAS; do
         [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$name=${!name}" \
             "must be a whole number >= 1" "change it in $settings"
     done
-    for name in EDIT_GPUS_PER_NODE EDIT_MAX_RESTARTS EDIT_PORT; do
+    for name in EDIT_GPUS_PER_NODE EDIT_MAX_RESTARTS EDIT_RANK_RESTARTS EDIT_PORT; do
         [[ ${!name} =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "$name=${!name}" \
             "must be a whole number >= 0" "change it in $settings"
     done
     ((EDIT_PORT == 0 || (EDIT_PORT >= 1024 && EDIT_PORT <= 65535 - PORTS_PER_JOB))) || refuse \
         "EDIT_PORT=$EDIT_PORT" "must be 0, or the first of $PORTS_PER_JOB ports above 1023" \
         "change it in $settings"
-    for name in EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE; do
+    for name in EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE \
+        EDIT_ELASTIC_FLAGS_FILE; do
         [ -f "${!name}" ] || refuse "$name=${!name}" "no such file" "change it in $settings"
     done
     [ -n "$EDIT_DIR" ] || refuse "EDIT_DIR (empty)" "must name a folder" "change it in $settings"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Submits a batch script of this folder with the nodes and limits of settings.env.
 #
-#   scripts/slurm/submit.sh ddp|edit|edit_per_replica|a_edit_mixed [sbatch options]
+#   scripts/slurm/submit.sh ddp|edit|edit_per_replica|a_edit_mixed|elastic|hub [sbatch options]
 set -euo pipefail
 
 # shellcheck source=scripts/slurm/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 kind=${1:-}
 [[ -n $kind && -f $scripts/$kind.sbatch ]] || refuse "${kind:-KIND (not given)}" \
-    "no such batch script" "give ddp, edit, edit_per_replica or a_edit_mixed"
+    "no such batch script" "give ddp, edit, edit_per_replica, a_edit_mixed, elastic or hub"
 shift
 read_settings "$kind"
 more=()
@@ -29,9 +29,19 @@ component() {
 }
 
 case $kind in
-    edit_per_replica)
+    edit_per_replica | elastic)
         ((EDIT_NODES % EDIT_REPLICAS == 0)) || refuse "EDIT_REPLICAS=$EDIT_REPLICAS" \
             "must divide EDIT_NODES=$EDIT_NODES" "change one of them in $settings"
+        ;;&
+    elastic)
+        component $((EDIT_NODES / EDIT_REPLICAS)) "$EDIT_PARTITION" \
+            --array="0-$((EDIT_REPLICAS - 1))" "$@"
+        ;;
+    hub)
+        [ -z "$EDIT_TIME_LIMIT" ] || options=(--time="$EDIT_TIME_LIMIT")
+        options+=(--nodes=1 --ntasks=1 "${more[@]}" "$@")
+        ;;
+    edit_per_replica)
         for ((i = 0; i < EDIT_REPLICAS; i++)); do
             component $((EDIT_NODES / EDIT_REPLICAS)) "$EDIT_PARTITION" "$@"
         done

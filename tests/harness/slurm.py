@@ -149,7 +149,7 @@ class Cluster:
     def fail_node(self, node: str) -> None:
         """Kill the slurmd of a node and all its tasks at once, like a power failure."""
         daemon = self._daemons.pop(node)
-        tasks = [p for p, env in self._children() if env.get("SLURMD_NODENAME") == node]
+        tasks = [p for p, env in self.processes() if env.get("SLURMD_NODENAME") == node]
         step_daemons = [
             p for p in (task.parent() for task in tasks) if p and p.name() == "slurmstepd"
         ]
@@ -173,7 +173,7 @@ class Cluster:
             timeout=60, check=False,
         )  # fmt: skip
 
-    def _children(self) -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
+    def processes(self) -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
         """Yield the processes of jobs of this cluster, with their environment."""
         for process in psutil.process_iter():
             try:
@@ -205,7 +205,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait(timeout=10)
-        for process, _ in list(self._children()):
+        for process, _ in list(self.processes()):
             _kill(process)
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.harness.launch import REPOSITORY, RankResult
 from tests.harness.slurm import Cluster, wait_until
@@ -44,12 +45,14 @@ class Run:
             "edit.args": [*edit, "--edit-sync-interval", "3"],
             "a_edit.args": [*edit, "--edit-strategy", "a-edit", "--edit-sync-seconds", "0.2",
                             "--edit-min-round-steps", "2"],
+            "elastic.args": [*edit, "--edit-sync-interval", "10"],
         }  # fmt: skip
         for name, words in files.items():
             (self.folder / name).write_text("# tiny\n" + "\n".join(words) + "\n")
         self.settings = {
             "EDIT_MODEL_FLAGS_FILE": "tiny.args", "EDIT_EDIT_FLAGS_FILE": "edit.args",
-            "EDIT_A_EDIT_FLAGS_FILE": "a_edit.args", "EDIT_PYTHON": sys.executable,
+            "EDIT_A_EDIT_FLAGS_FILE": "a_edit.args", "EDIT_ELASTIC_FLAGS_FILE": "elastic.args",
+            "EDIT_PYTHON": sys.executable,
             "EDIT_SCRIPT": str(PAUSED_SCRIPT), "EDIT_SAVE_INTERVAL": "4", "EDIT_DIR": "run",
             "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PAUSE_DIR": str(self.folder),
@@ -86,6 +89,13 @@ class Run:
         """Return the marker files of job starts in which ranks were asked to stop."""
         return list((self.folder / "run" / "slurm").glob("*/stopped"))
 
+    def journal(self, event: str) -> list[dict[str, Any]]:
+        """The lines of the first journal of the hub for an event."""
+        path = self.folder / "run" / "hub" / "1" / "journal.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
+        return [line for line in lines if line["event"] == event]
+
     def losses(self) -> dict[int, float]:
         """Read the mean losses over the replicas by iteration, of all job starts."""
         folder = self.folder / "run" / "log"
@@ -97,10 +107,10 @@ class Run:
 
 @dataclass
 class Job:
-    """A submitted job."""
+    """A submitted job; the id of a task of an array is ARRAY_TASK."""
 
     cluster: Cluster
-    id: int
+    id: int | str
     folder: Path
 
     def fields(self) -> dict[str, str]:
@@ -140,7 +150,10 @@ class Job:
     def clear_begin_time(self) -> None:
         """Skip the two minutes for which SLURM delays a requeued job."""
         words = ("--noheader", f"--jobs={self.id}", "--format=%A", "--states=PENDING")
-        for component in self.cluster.call("squeue", *words).split():
+        components = self.cluster.call("squeue", *words).split()
+        if isinstance(self.id, str):  # of a task; its number may be that of the whole array
+            components = [self.id]
+        for component in components:
             self.cluster.call("scontrol", "update", f"jobid={component}", "StartTime=now")
 
     def wait_for(self, *states: str, restarts: int = 0) -> None:

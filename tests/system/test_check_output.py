@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.harness import Flags
 from tests.harness.command_lines import outputs_of
@@ -42,6 +43,17 @@ CASES: dict[str, tuple[Flags, list[str], list[str]]] = {
     "asked": ({"edit_offload": True, "edit_device": "cpu"}, ["ok:"], ["GPU so far"]),
     "stock": (EDIT_OFF, ["ok: stock Megatron on 2 ranks"], ["sync mode", "GPU so far"]),
 }  # fmt: skip
+HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")  # torch >= 2.14
+if HAS_GROUPS:
+    CASES["elastic"] = (
+        {**OVERLAP, "edit_num_replicas": None, "edit_hub": "127.0.0.1:29600",
+         "edit_replica_name": "spot-1", "edit_nominal_replicas": 4, "global_batch_size": 16,
+         "eval_iters": 1, "eval_interval": 4},
+        ["ok: replica spot-1 of an elastic run, which begins with 4 replicas x 2 ranks",
+         "batch of a replica: 4 of 16 samples", "sync mode blocking (--edit-sync-mode auto): with "
+         "--edit-hub", "not checked: whether a hub answers at 127.0.0.1:29600"],
+        ["mid-round", "CUDA graph", "did you mean"],
+    )  # fmt: skip
 # A script with flags of its own, which it adds to the parser (%r is True) or ignores.
 OWN = """
 import argparse

@@ -20,6 +20,7 @@ handled by exactly one of:
 | compare_surfaces | run, with one surface |
 | quickstart.sh, test.sh, gpu_check.sh | run with a stub interpreter that records its calls |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
+| megatron-edit hub, openssl; commands with --edit-hub | run by test_elastic_docs.py |
 | pip install, git clone, cd | not run; extras and URLs are checked |
 """
 
@@ -42,6 +43,7 @@ import pytest
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.checkpoint.manifest import Manifest
+from megatron_edit.comm.hub_store import LEAST_TORCH
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
 from megatron_edit.saved_state import ReplicaEntry
@@ -120,6 +122,10 @@ def kind_of(command: Command) -> str:
         return "script"
     if "doctor" in words:
         return "doctor"
+    if "--edit-hub" in words:
+        return "replica" if "scripts/pretrain_gpt.py" in line else "elastic check"
+    if words[0] == "openssl":
+        return "token"
     if words[0] == "torchrun":
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
@@ -405,6 +411,9 @@ def test_install_commands_name_existing_extras() -> None:
             assert command.line in (f"git clone {APEX}", f"git clone {THIS} {NAME}", f"cd {NAME}")
             continue
         what = command.words[-1]
+        if what.startswith("torch"):
+            assert what == f"torch>={LEAST_TORCH}", command
+            continue
         if what == "./apex":
             assert "--no-build-isolation" in command.words
             continue

@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from tests.harness.launch import REPOSITORY
 from tests.harness.slurm import Cluster, unavailable_reason, wait_until
-from tests.harness.slurm_jobs import SCRIPTS, Job, Run
+from tests.harness.slurm_jobs import SCRIPTS, SECONDS, Job, Run
 from tests.system.test_docs import commands_of_kind
 
 UNAVAILABLE = unavailable_reason()
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE),
 ]
 full = pytest.mark.full
+HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +195,82 @@ def test_job_resumes_after_node_failure(run: Run, whole: Run) -> None:
         run.cluster.start_node("n2")
     assert job.wait() == "COMPLETED", job.summary()
     assert_same(run, whole)
+
+
+# ---- elastic runs
+
+
+def ranks_of(run: Run, task: int) -> list[psutil.Process]:
+    """The ranks of a task of an array, as torchrun has started them last."""
+    return [
+        process
+        for process, env in run.cluster.processes()
+        if env.get("SLURM_ARRAY_TASK_ID") == str(task) and "TORCHELASTIC_RUN_ID" in env
+    ]
+
+
+def wait_for_commit(run: Run, members: list[str], jobs: list[Job], *, more: int = 1) -> None:
+    """Wait until so many more rounds are committed, the last of them by these members."""
+    before = len(run.journal("commit"))
+
+    def committed() -> bool:
+        for job in jobs:  # which SLURM would otherwise start two minutes after a requeue
+            if job.state == "PENDING":
+                job.clear_begin_time()
+        commits = run.journal("commit")
+        return len(commits) >= before + more and commits[-1]["members"] == members
+
+    wait_until(committed, SECONDS, lambda: "\n".join(job.summary() for job in jobs))
+
+
+@full
+@pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
+def test_tasks_of_elastic_array_are_lost_and_return(run: Run) -> None:
+    """A rank that was frozen ends with exit code 5, and torchrun starts it again; a task that is
+    requeued comes back as well, and so does the hub. The other task trains on, and no sample is
+    lost."""
+    run.settings |= {
+        "EDIT_SCRIPT": str(REPOSITORY / "scripts" / "pretrain_gpt.py"),
+        "EDIT_EXTRA_FLAGS": "--train-iters 100000", "EDIT_SAVE_INTERVAL": "1000000",
+    }  # fmt: skip
+    hub, array = run.submit("hub"), run.submit("elastic")
+    tasks = [Job(run.cluster, f"{array.id}_{task}", run.folder) for task in (0, 1)]
+    jobs = [hub, *tasks]
+    wait_for_commit(run, ["0", "1"], jobs)
+
+    (rank,) = ranks_of(run, 1)
+    rank.suspend()
+    wait_for_commit(run, ["0"], jobs)
+    rank.resume()
+    wait_for_commit(run, ["0", "1"], jobs)
+    assert "exitcode: 5" in tasks[1].console and tasks[1].restarts == 0, tasks[1].summary()
+
+    run.cluster.call("scontrol", "requeue", str(tasks[1].id))
+    wait_for_commit(run, ["0"], jobs)
+    wait_for_commit(run, ["0", "1"], jobs)
+    assert (tasks[0].restarts, tasks[1].restarts) == (0, 1)
+
+    run.cluster.call("scontrol", "requeue", str(hub.id))
+    wait_until(lambda: hub.restarts == 1, SECONDS, hub.summary)
+    wait_for_commit(run, ["0", "1"], jobs)
+    assert run.journal("open")[-1]["term"] == 2
+
+    token = run.folder / "run/hub/token"
+    assert token.stat().st_mode & 0o077 == 0
+    address = (run.folder / "run/hub/address").read_text().strip()
+    command = [sys.executable, "-m", "megatron_edit", "hub", "stop", address]
+    run.cluster.call(*command, "--token-file", str(token), cwd=REPOSITORY)
+    for job, restarts in zip(jobs, (1, 0, 1), strict=True):
+        assert_completed(job, restarts)
+    assert (run.folder / "run/checkpoints/latest_checkpointed_iteration.txt").exists()
+    blocks = sorted(
+        block
+        for line in run.journal("commit")
+        for runs in line["blocks"].values()
+        for first, count in runs
+        for block in range(first, first + count)
+    )
+    assert blocks == list(range(4, 4 + len(blocks)))  # two in each step of the warm-up
 
 
 # ---- jobs that are not requeued

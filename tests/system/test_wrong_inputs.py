@@ -10,17 +10,25 @@ import contextlib
 import io
 import shlex
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
-from megatron_edit.tools.cli import SUBCOMMANDS, main
+from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.config import EditConfig
+from megatron_edit.errors import UsageError
+from megatron_edit.host import elastic
+from megatron_edit.tools.cli import SUBCOMMANDS, check, main
 from tests.harness import tiny_gpt
 from tests.harness.command_lines import Outcome, outcomes_of
 from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
+from tests.harness.ports import free_ports
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
 MODEL = REPOSITORY / "configs" / "llama_350m.args"
@@ -137,6 +145,55 @@ CHECKED = [
     "--optimizer sgdd",
     "--lr -1 --edit-timeout-seconds 0",
 ]
+HUB = "--edit-hub 127.0.0.1:29600"
+NAMED = f"{HUB} --edit-replica-name a"
+REPLICA = f"{NAMED} --edit-nominal-replicas 2"
+# Flags of a replica of an elastic run that make a valid command line wrong, and what the message
+# must contain.
+ELASTIC = {
+    "--edit-hub nowhere": "--edit-hub nowhere: must be HOST:PORT",
+    "--edit-hub node0:99999": "--edit-hub node0:99999: must be HOST:PORT",
+    HUB: "also needs --edit-replica-name",
+    NAMED: "also needs --edit-nominal-replicas",
+    f"{REPLICA} --edit-replica-name a/b": "must be 1 to 64 letters",
+    f"{REPLICA} --edit-replica-name {'a' * 65}": "must be 1 to 64 letters",
+    f"{REPLICA} --edit-replica-name ''": "must be 1 to 64 letters",
+    f"{REPLICA} --edit-replica-name a.1": "must not end in a dot and digits",
+    f"{REPLICA} --edit-nominal-replicas 0": "--edit-nominal-replicas 0: must be at least 1",
+    f"{REPLICA} --edit-min-replicas 0": "--edit-min-replicas 0: must be at least 1",
+    f"{REPLICA} --edit-min-replicas 3": "must be at most --edit-nominal-replicas 2",
+    f"{REPLICA} --edit-num-replicas 2": "with a hub each replica has a launch of its own",
+    f"{REPLICA} --edit-replica-id 0 --edit-rendezvous node0:29400 --edit-num-replicas 2":
+        "with a hub each replica has a launch of its own",
+    f"{REPLICA} --edit-rendezvous node0:29400": "one launch per replica also needs",
+    f"{REPLICA} --edit-strategy diloco": "--edit-strategy diloco: is not elastic yet",
+    f"{REPLICA} --edit-strategy ddp": "--edit-strategy ddp: is not elastic yet",
+    f"{REPLICA} --edit-sync-dtype int8": "--edit-sync-dtype int8: is not elastic yet",
+    f"{REPLICA} --edit-fragments 2": "--edit-fragments 2: is not elastic yet",
+    f"{REPLICA} --edit-delay-steps 2": "--edit-delay-steps 2: is not elastic yet",
+    f"{REPLICA} --edit-mix 0.5": "--edit-mix 0.5: is not elastic yet",
+    f"{REPLICA} --edit-sync-mode overlap": "--edit-sync-mode overlap: is not elastic yet",
+    f"{REPLICA} --edit-sync-backend nccl": "--edit-sync-backend nccl: is not elastic yet",
+    f"{REPLICA} --edit-interval stl": "--edit-interval stl: is not elastic yet",
+    f"{REPLICA} --edit-average-moments both": "--edit-average-moments both: is not elastic yet",
+    f"{REPLICA} --edit-scale-beta2": "--edit-scale-beta2: is not elastic yet",
+    f"{REPLICA} --edit-final-sync-fraction 0.1": "is not elastic yet",
+    f"{REPLICA} --edit-hub-token-file nowhere": "--edit-hub-token-file nowhere: cannot be read",
+    f"{REPLICA} --edit-hub-token-file file.txt": "has 13 bytes, needs at least 16",
+    f"{REPLICA} --edit-hub 10.1.2.3:29600": "without a token only a hub on this machine is used",
+    "--edit-num-replicas 2 --edit-replica-name a": "has no effect without --edit-hub",
+    "--edit-num-replicas 2 --edit-nominal-replicas 2": "has no effect without --edit-hub",
+    "--edit-num-replicas 2 --edit-min-replicas 2": "has no effect without --edit-hub",
+    "--edit-num-replicas 2 --edit-hub-token-file file.txt": "has no effect without --edit-hub",
+}  # fmt: skip
+# The same, with a torch that can run elastic replicas.
+ELASTIC_WITH_TORCH = {
+    f"{REPLICA} --global-batch-size 7": "--global-batch-size 7: must be a multiple of",
+    f"{REPLICA} --world-size 3 --tensor-model-parallel-size 2": "3 ranks per replica: must be",
+    f"{REPLICA} --rampup-batch-size 2 2 100": "--rampup-batch-size",
+    f"{REPLICA} --dataloader-type cyclic": "--dataloader-type cyclic",
+}
+HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 COMPARED = [
     "--strategies ddp,sgd",
     "--strategies ,",
@@ -178,10 +235,15 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     tiny = tiny_gpt(global_batch_size=4)
     edit = ["--use-edit", "--edit-num-replicas", "2"]
     check = ["check", str(SCRIPT), *tiny, *edit, "--world-size", "2"]
+    replica = ["check", str(SCRIPT), *tiny, "--use-edit"]
     compare = ["compare", str(SCRIPT), *tiny, "--edit-num-replicas", "2", "--strategies", "ddp",
                "--nproc-per-node", "2", "--list"]  # fmt: skip
     lines = {line: shlex.split(line) for line in GENERAL}
     lines |= {f"check ... {words}": [*check, *shlex.split(words)] for words in CHECKED}
+    lines |= {
+        f"elastic ... {words}": [*replica, *shlex.split(words)]
+        for words in (*ELASTIC, *ELASTIC_WITH_TORCH)
+    }
     lines |= {f"compare ... {words}": [*compare, *shlex.split(words)] for words in COMPARED}
     lines[UNWRITABLE].remove("--list")  # which writes no file
     return outcomes_of(lines, folder)
@@ -189,7 +251,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
 
 def test_command_lines_are_distinct_and_many() -> None:
     """Every subcommand has at least three wrong command lines."""
-    lines = [*GENERAL, *CHECKED, *COMPARED]
+    lines = [*GENERAL, *CHECKED, *ELASTIC, *ELASTIC_WITH_TORCH, *COMPARED]
     assert len(set(lines)) == len(lines) >= 40
     for name in SUBCOMMANDS:
         assert sum(line.startswith(name) for line in GENERAL) >= 3, name
@@ -209,6 +271,59 @@ def test_wrong_input_is_refused_in_one_line(
     assert message.startswith("megatron-edit"), message
     assert "Traceback" not in message and "Error(" not in message, message
     assert len(message) < 500, message
+
+
+@pytest.mark.parametrize("words", [*ELASTIC, *ELASTIC_WITH_TORCH])
+def test_wrong_flags_of_an_elastic_run_are_refused(
+    words: str, outcomes: dict[str, tuple[object, str]]
+) -> None:
+    """For the right reason: nothing else is wrong with the command line."""
+    code, message = outcomes[f"elastic ... {words}"]
+    expected = (ELASTIC | ELASTIC_WITH_TORCH)[words]
+    if words in ELASTIC_WITH_TORCH and not HAS_GROUPS:
+        expected = "elastic replicas need torch >= 2.14"
+    assert code == 2 and expected in message, (code, message)
+    assert message.count("\n") == 1 and message.startswith("megatron-edit check: "), message
+
+
+class OneRank:
+    """A replica of one rank, of which no hub knows yet."""
+
+    placement = Placement(2, 0, 1, 0, is_single_launch=False)
+
+    def share_error(self, key: str, text: str | None) -> str | None:
+        """The error of this rank."""
+        return text
+
+
+@pytest.fixture
+def elastic_config() -> EditConfig:
+    """Settings of a replica; nothing listens at the address of its hub."""
+    return EditConfig(
+        use_edit=True, hub=f"127.0.0.1:{free_ports(1)[0]}", replica_name="a", nominal_replicas=2
+    )
+
+
+def test_launch_without_hub_is_refused(
+    monkeypatch: pytest.MonkeyPatch, elastic_config: EditConfig
+) -> None:
+    """Would catch a replica that waits without end for a hub that was never started."""
+    monkeypatch.setattr(elastic, "check_torch", lambda: None)
+    monkeypatch.setattr(elastic, "REACH_SECONDS", 0.2)
+    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.05)
+    with pytest.raises(UsageError, match=r"no hub answers there .*; start one with megatron-edit"):
+        elastic.check_hub(cast(ReplicaWorld, OneRank()), elastic_config)
+
+
+def test_torch_without_groups_that_change_is_refused(
+    monkeypatch: pytest.MonkeyPatch, elastic_config: EditConfig
+) -> None:
+    """By a launch, before it looks for a hub, and by `check`."""
+    monkeypatch.setattr(dist.ProcessGroupGloo, "_Options", object)
+    with pytest.raises(UsageError, match=r"elastic replicas need torch >= 2\.14; install it"):
+        elastic.check_hub(cast(ReplicaWorld, OneRank()), elastic_config)
+    with pytest.raises(UsageError, match=r"elastic replicas need torch >= 2\.14"):
+        check.check_script(SCRIPT, [], elastic_config, 1)
 
 
 FLAGS = {

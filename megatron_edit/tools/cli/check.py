@@ -15,7 +15,7 @@ from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, flag
+from megatron_edit.flags import AUTO, flag, parse_endpoint
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli.common import option
@@ -90,7 +90,11 @@ def check_script(
     Raises:
         UsageError: the command would not start.
     """
-    if config.use_edit and config.num_replicas is None:
+    replicas, replica = config.num_replicas, config.replica_id
+    if config.hub is not None:  # the launch is one replica, whose number the hub gives
+        replicas, replica = config.nominal_replicas, 0
+        _check_hub_settings(config)
+    if config.use_edit and replicas is None:
         raise UsageError(
             f"{flag('num_replicas')} (not given)",
             "must be given to a check, which does not see the nodes of the launch",
@@ -99,7 +103,7 @@ def check_script(
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}
     placement = None
     if config.use_edit:
-        placement = place(config.num_replicas, config.replica_id, environment)
+        placement = place(replicas, replica, environment)
     # The script's folder first, as in a launch: a clone takes precedence over a wheel.
     folder = str(script.resolve().parent)
     if folder not in sys.path:
@@ -107,6 +111,27 @@ def check_script(
     from megatron_edit.host.checking import check_command_line
 
     return check_command_line(script, list(words), config, placement, world_size)
+
+
+def _check_hub_settings(config: EditConfig) -> None:
+    """Check what a replica of an elastic run checks before it connects to the hub.
+
+    Raises:
+        UsageError: the token cannot be used, or this torch cannot run elastic replicas.
+    """
+    from megatron_edit.comm.hub_store import check_torch  # torch
+    from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
+    from megatron_edit.tools.cli.hub import is_loopback
+
+    host, _ = parse_endpoint(config.hub or "", "hub")
+    token = read_token(flag("hub_token_file"), config.hub_token_file)
+    if not token and not is_loopback(host):
+        raise UsageError(
+            f"{flag('hub')} {config.hub}",
+            "without a token only a hub on this machine is used",
+            f"give {flag('hub_token_file')} or {TOKEN_VARIABLE}",
+        )
+    check_torch()
 
 
 def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterator[str]:
@@ -120,6 +145,12 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     place, args = checked.placement, checked.args
     if place is None:
         yield f"ok: stock Megatron on {world_size} ranks"
+    elif config.hub is not None:
+        yield (
+            f"ok: replica {config.replica_name} of an elastic run, which begins with "
+            f"{place.num_replicas} replicas x {place.ranks_per_replica} ranks, strategy "
+            f"{config.strategy}"
+        )
     else:
         yield (
             f"ok: {place.num_replicas} replicas x {place.ranks_per_replica} ranks, "
@@ -129,6 +160,12 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     yield _batch(args, replicas, checked.data_parallel)
     if checked.sync_mode is not None:
         yield _sync_mode(config, args, checked.sync_mode)
+    if config.hub is not None:
+        yield (
+            f"not checked: whether a hub answers at {config.hub}, and what it knows of the run: "
+            "whether the name is free, the other replicas have the same settings, and its journal "
+            "has the checkpoint"
+        )
     if checked.corpus is not None:
         yield f"corpus: {checked.corpus}"
     if checked.checkpoint is not None:
@@ -161,6 +198,10 @@ def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:
 def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
     if config.sync_mode != AUTO:
         why = "as requested"
+    elif config.hub is not None:
+        why = f"with {flag('hub')} a result is applied only after the commit"
+    elif config.check_commits:
+        why = f"{flag('check_commits')} compares results before they are applied"
     elif mode == BLOCKING and args.overlap_param_gather:
         why = "a full-iteration CUDA graph fixes the gathers"
     elif mode == BLOCKING and args.optimizer == MUON:
@@ -205,7 +246,8 @@ def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int
     from megatron_edit.host.settings import schedule_of  # torch
 
     strategy = STRATEGIES[config.strategy]
-    is_counted = not strategy.is_timed and not strategy.endless_warmup
+    # Elastic runs evaluate and save at commits.
+    is_counted = not strategy.is_timed and not strategy.endless_warmup and config.hub is None
     schedule = schedule_of(config, last_local(iterations, config.final_sync_fraction))
     if not interval or not is_counted or not schedule.has_fixed_rounds or config.fragments > 1:
         return None
