@@ -389,6 +389,7 @@ class Membership:
         except ReplicaLostError as error:
             status = Status.FAILED
             self.on_message(f"the groups of epoch {order.epoch} could not be formed: {error}")
+            self.transports.renew()
         statuses, _ = self._share(status, takes_order=False)
         self.members, self.epoch, self.leader = order.members, order.epoch, order.leader
         is_formed = all(each == Status.DONE for each in statuses)
