@@ -14,7 +14,7 @@ from tests.reference.oracle import OracleSettings
 from tests.reference.outer_rules import settings_for
 
 SCENARIO = "tests.distributed.elastic_scenarios:run_script"
-NAMES = ("B", "a", "b.2", "node9")  # sorted by code point
+NAMES = ("B", "a", "b-2", "node9")  # sorted by code point
 TAU = 2
 PENALTY = OracleSettings(threshold=12.0, alpha=0.3, warmup_syncs=2, max_norm=0.5)
 SETTINGS = {
@@ -92,7 +92,7 @@ def assert_equal_to_oracle(results: list[RankResult], expected: list[ElasticComm
 def run_both(script: Script, target: int, seed: int) -> list[ElasticCommit]:
     """Run a script with real replicas and in the oracle, and compare them."""
     start, moves = draw_moves(len(script.rounds), seed)
-    moves[5]["b.2"][0]["layer.1"][3] = np.nan
+    moves[5]["b-2"][0]["layer.1"][3] = np.nan
     expected = expect(script, start, moves, target)
     closeness = min(r.closeness for commit in expected for r in commit.records.values())
     assert closeness > 1e-3, "rounding decides; change the seed"
@@ -106,29 +106,29 @@ def run_both(script: Script, target: int, seed: int) -> list[ElasticCommit]:
 def test_replicas_that_leave_join_and_return_equal_the_oracle() -> None:
     """Catches: blocks of a lost replica that are dropped, a joiner with weight or with another
     state, an abandoned exchange that moves parameters, rows of another name."""
-    founders, two, three = ("a", "b.2", "node9"), ("a", "b.2"), ("a", "b.2", "node9")
+    founders, two, three = ("a", "b-2", "node9"), ("a", "b-2"), ("a", "b-2", "node9")
     script = Script(
         founders,
         (
             (Exchange(founders),),
             (Exchange(two),),  # node9 is lost in the middle of the round
             (Exchange(("B", *two), joined=("B",)),),
-            (Exchange(("B", *two), lost=("b.2",)), Exchange(("B", "a"))),
+            (Exchange(("B", *two), lost=("b-2",)), Exchange(("B", "a"))),
             (
-                Exchange(NAMES, joined=("b.2", "node9"), lost=("B",), is_complete=False),
+                Exchange(NAMES, joined=("b-2", "node9"), lost=("B",), is_complete=False),
                 Exchange(three),
             ),
             (Exchange(three),),
             (Exchange(("a",)),),  # the two others are lost in the middle of the round
-            (Exchange(two, joined=("b.2",)),),
-            # b.2 is lost and back before the commit
-            (Exchange(two, lost=("b.2",)), Exchange(two, joined=("b.2",))),
+            (Exchange(two, joined=("b-2",)),),
+            # b-2 is lost and back before the commit
+            (Exchange(two, lost=("b-2",)), Exchange(two, joined=("b-2",))),
             (Exchange(two),),
             (Exchange(two),),
         ),
     )
     commits = run_both(script, target=37, seed=3)
     assert not any(commits[-1].assignment.values())  # the run is over
-    assert "b.2" in commits[5].left_out["layer.1"]
+    assert "b-2" in commits[5].left_out["layer.1"]
     steps = [{n: len(run) for n, run in commit.blocks.items()} for commit in commits]
-    assert steps[2] == {"B": 0, "a": 2, "b.2": 2} and steps[-1] == {"a": 1, "b.2": 0}
+    assert steps[2] == {"B": 0, "a": 2, "b-2": 2} and steps[-1] == {"a": 1, "b-2": 0}
