@@ -77,7 +77,7 @@ ELASTIC = (
         file="host/model/counters.py",
         old="self._num_sharing = num_replicas\n        self.loop",
         new="self.loop",
-        test=f"{_RUNS}::test_killed_replica_returns",
+        test="pure/test_megatron_host.py::test_schedule_advances_by_the_replicas_that_are_there",
     ),
     Mutant(
         id="elastic/fresh-moments",

@@ -71,6 +71,20 @@ def test_skipped_step_has_no_pending_schedule(host: MegatronHost) -> None:
     assert (host.progress().samples, host.progress().pending_schedule) == (8, 0)
 
 
+def test_schedule_advances_by_the_replicas_that_are_there(host: MegatronHost) -> None:
+    """Megatron adds the nominal batch, of two replicas, after each step. Catches a learning rate
+    that moves as if all nominal replicas took part."""
+    host.arguments.global_batch_size = 8
+    host.begin_local(is_over=False)
+    scheduler = host.counters._scheduler
+    step(host, 1)
+    scheduler.num_steps += 8
+    host.end_round(4, num_replicas=1, is_over=False, next_meeting_without_step=False)
+    before = int(scheduler.num_steps)
+    step(host, 2)
+    assert int(scheduler.num_steps) + 8 == before + 4
+
+
 def test_skipped_iterations_consume_their_samples(host: MegatronHost) -> None:
     """Without a step; the last step is the one after which only skipped iterations follow."""
     host.arguments.iterations_to_skip = [2, 3, 6]
