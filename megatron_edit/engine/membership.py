@@ -2,7 +2,7 @@
 
 Rank 0 of a replica has a connection to the hub (`elastic.agent`). At meetings the ranks of the
 replica act on one sequence of its orders: rank 0 passes each on, together with the state of the
-ranks' own work, in one small exchange inside the replica (`_share`). No rank waits inside a
+ranks' work, in one small exchange inside the replica (`_share`). No rank waits inside a
 collective with other replicas: collectives are polled, and given up when the hub says so.
 """
 
@@ -62,7 +62,7 @@ CLOSE_SECONDS = 10.0
 
 
 class Status(IntEnum):
-    """What a rank's own work has come to."""
+    """What a rank's part of the work has come to."""
 
     IDLE = 0
     RUNNING = 1
