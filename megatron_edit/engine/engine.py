@@ -499,11 +499,9 @@ class EditEngine:
         is_blocking = plan.landing.is_immediate and not self._lands_in_forward
         if not is_blocking:
             self._outcomes.commit(plan)
-        sync_plan, checks = (
-            self._outcomes.sync_plan(plan, meeting.selection),
-            self.settings.checks_commit,
-        )
-        sync = syncs.prepare(sync_plan, began, waited, checks_commit=is_blocking and checks)
+        checks = is_blocking and self.settings.checks_commit
+        sync_plan = self._outcomes.sync_plan(plan, meeting.selection)
+        sync = syncs.prepare(sync_plan, began, waited, checks_commit=checks)
         if takes_addends_first:
             self._land(before)
             if not before:

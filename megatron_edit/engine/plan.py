@@ -30,6 +30,7 @@ from megatron_edit.method.loss_check import (
 )
 from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
 from megatron_edit.method.outer import OuterRule
+from megatron_edit.method.rows import rows_of
 from megatron_edit.method.schedule import RoundStart, Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
 
@@ -275,10 +276,8 @@ class RoundState:
     ) -> RoundState:
         """The state before the first round; without names the replicas are numbered."""
         steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
-        detectors, losses = (
-            DetectorState.fresh(num_replicas, num_units),
-            LossHistory.fresh(num_replicas),
-        )
+        detectors = DetectorState.fresh(num_replicas, num_units)
+        losses = LossHistory.fresh(num_replicas)
         return cls(0, detectors, steps, losses, assignment=assignment, members=members)
 
     def numbered(self) -> RoundState:
@@ -291,15 +290,11 @@ class RoundState:
         if members == self.members:
             return self
         rows = [self.members.index(m) if m in self.members else None for m in members]
-        unit_steps = torch.zeros(len(rows), self.unit_steps.shape[1], dtype=torch.int64)
-        for place, row in enumerate(rows):
-            if row is not None:
-                unit_steps[place] = self.unit_steps[row]
         return replace(
             self,
             detectors=self.detectors.of_rows(rows),
             loss_history=self.loss_history.of_rows(rows),
-            unit_steps=unit_steps,
+            unit_steps=rows_of(self.unit_steps, rows),
             members=members,
         )
 

@@ -339,7 +339,7 @@ class RunState:
 
     def join(self, rounds: RoundState, step: int) -> None:
         """Take the state of the rounds from other replicas; this one has made no step in them."""
-        self.rounds, self.step, self.round_start = rounds, max(self.step, step), 0
+        self.rounds, self.step = rounds, max(self.step, step)
         self.round_start = self.step
         self.assignment_epoch += 1
         self.accepted = torch.ones_like(rounds.unit_steps, dtype=torch.bool)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_edit.method.rows import rows_of
+
 RELATIVE_SIGMA_FLOOR = 0.01  # of the mean: the test must not be too sensitive at a small sigma
 
 
@@ -89,20 +91,12 @@ class DetectorState:
 
     def of_rows(self, rows: Sequence[int | None]) -> DetectorState:
         """The detectors of these replicas, in this order; None is a new replica."""
-        chosen = DetectorState.fresh(len(rows), self.mean.shape[1])
-        for name, tensor in vars(chosen).items():
-            for place, row in enumerate(rows):
-                if row is not None:
-                    tensor[place] = getattr(self, name)[row]
-        return chosen
+        return DetectorState(*(rows_of(tensor, rows) for tensor in vars(self).values()))
 
     def for_replicas(self, num_replicas: int) -> DetectorState:
         """The detectors for another number of replicas; fresh ones for additional replicas."""
-        kept = min(num_replicas, self.mean.shape[0])
-        fresh = DetectorState.fresh(num_replicas, self.mean.shape[1])
-        for name, tensor in vars(fresh).items():
-            tensor[:kept] = getattr(self, name)[:kept]
-        return fresh
+        saved = len(self.mean)
+        return self.of_rows([n if n < saved else None for n in range(num_replicas)])
 
 
 @dataclass(frozen=True)

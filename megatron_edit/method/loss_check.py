@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_edit.method.rows import rows_of
+
 MIN_EXCESS = 0.1  # nats per token: a smaller rise of the loss never rejects a replica
 WARMUP_ROUNDS = 8  # accepted values before a history is armed
 NEWEST_WEIGHT = 0.05  # of the newest value in a long history; a short one is a plain mean
@@ -85,14 +87,9 @@ class LossHistory:
         All are fresh where the replicas become enough to be compared, or too few: before and after
         that, the values are of different kinds.
         """
-        chosen = LossHistory.fresh(len(rows))
         if (len(rows) < FEWEST_COMPARED) != (len(self.mean) < FEWEST_COMPARED):
-            return chosen
-        for name, tensor in vars(chosen).items():
-            for place, row in enumerate(rows):
-                if row is not None:
-                    tensor[place] = getattr(self, name)[row]
-        return chosen
+            return LossHistory.fresh(len(rows))
+        return LossHistory(*(rows_of(tensor, rows) for tensor in vars(self).values()))
 
     def to_lists(self) -> dict[str, list[float]]:
         """The fields as exact lists for a checkpoint; see `from_lists`."""

@@ -17,15 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_edit.comm.hub_store import EpochGroup, HubStore
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.elastic.store import StoreClient
 from megatron_edit.errors import ReplicaLostError
 from tests.harness.hub import running_hub
+from tests.harness.torch_groups import HAS_GROUPS
 
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 TIMEOUT = timedelta(seconds=20)
 

@@ -9,14 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.elastic_run import elastic_run
+from tests.harness.torch_groups import HAS_GROUPS
 
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 
 

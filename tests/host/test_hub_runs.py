@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.harness.elastic_run import ElasticRun, elastic_run
+from tests.harness.torch_groups import HAS_GROUPS
 from tests.host.layouts import LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
 from tests.host.spy_exchange import SIGNALS
 
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 RECORD = "tests.host.spy:record"
 WARMUP = 2

@@ -149,8 +149,8 @@ METHOD = (
         id="method/detector-forgets-replicas",
         bug="with another number of replicas the detectors of remaining ones start again",
         file="method/detector.py",
-        old="kept = min(num_replicas, self.mean.shape[0])",
-        new="kept = 0",
+        old="[n if n < saved else None for n in range(num_replicas)]",
+        new="[None for n in range(num_replicas)]",
         test="pure/test_resume_plan.py::test_detector_state_with_another_number_of_replicas",
     ),
     Mutant(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.harness import Flags
 from tests.harness.command_lines import outputs_of
 from tests.harness.launch import REPOSITORY
+from tests.harness.torch_groups import HAS_GROUPS
 from tests.host.runs import edit_flags
 from tests.system.check_lines import EDIT_OFF, corpus, write_corpus
 
@@ -43,7 +43,6 @@ CASES: dict[str, tuple[Flags, list[str], list[str]]] = {
     "asked": ({"edit_offload": True, "edit_device": "cpu"}, ["ok:"], ["GPU so far"]),
     "stock": (EDIT_OFF, ["ok: stock Megatron on 2 ranks"], ["sync mode", "GPU so far"]),
 }  # fmt: skip
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")  # torch >= 2.14
 if HAS_GROUPS:
     CASES["elastic"] = (
         {**OVERLAP, "edit_num_replicas": None, "edit_hub": "127.0.0.1:29600",

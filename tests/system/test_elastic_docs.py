@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.harness.launch import REPOSITORY
 from tests.harness.ports import free_ports
+from tests.harness.torch_groups import HAS_GROUPS
 from tests.system.test_docs import ENVIRONMENT, as_check, commands_of_kind, run
 
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 pytestmark = [
     pytest.mark.timeout(500),
     pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14"),

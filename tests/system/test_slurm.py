@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from tests.harness.launch import REPOSITORY
 from tests.harness.slurm import Cluster, unavailable_reason, wait_until
 from tests.harness.slurm_jobs import SCRIPTS, SECONDS, Job, Run
+from tests.harness.torch_groups import HAS_GROUPS
 from tests.system.test_docs import commands_of_kind
 
 UNAVAILABLE = unavailable_reason()
@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE),
 ]
 full = pytest.mark.full
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from frame.study import read_one
 from storm_parts.analysis import (
     Lives,
@@ -32,8 +31,9 @@ from storm_parts.faults import MAKERS, Done
 from storm_parts.report import verdicts
 from storm_parts.tape import KINDS, Tape, draw
 
+from tests.harness.torch_groups import HAS_GROUPS
+
 ROOT = Path(__file__).resolve().parents[2]
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 NAMES = "abcd"
 
 

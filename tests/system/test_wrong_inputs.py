@@ -29,6 +29,7 @@ from tests.harness.command_lines import Outcome, outcomes_of
 from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
 from tests.harness.ports import free_ports
+from tests.harness.torch_groups import HAS_GROUPS
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
 MODEL = REPOSITORY / "configs" / "llama_350m.args"
@@ -193,7 +194,6 @@ ELASTIC_WITH_TORCH = {
     f"{REPLICA} --rampup-batch-size 2 2 100": "--rampup-batch-size",
     f"{REPLICA} --dataloader-type cyclic": "--dataloader-type cyclic",
 }
-HAS_GROUPS = hasattr(dist.ProcessGroupGloo._Options(), "enable_reconfigure")
 COMPARED = [
     "--strategies ddp,sgd",
     "--strategies ,",
