@@ -87,7 +87,7 @@ from tests.pure.test_hub_server import wait_until
 
 TOKEN = b"a secret of 26 characters."
 PATIENCE = 10.0  # seconds for whatever should be at once
-LIMIT = 1.0  # seconds of a handshake and of a frame, in these tests
+LIMIT = 3.0  # seconds of a handshake and of a frame in these tests; a busy machine stalls for 1.6
 GROWTH_BYTES = 16 << 20  # of the whole process, attackers included
 NUM_MESSAGES, NUM_MESSAGES_JOINED = 3500, 1500
 HELLO = Hello("x", "1", "layout", 2, 1, ("x",), True, 0)
