@@ -41,7 +41,7 @@ from megatron_edit.method.strategy import STRATEGIES
 
 # Share of the training time that syncs should not exceed; the target of all advice on settings.
 TARGET_SYNC_SHARE = 0.02
-_WITHOUT_DEFAULT = ("num_replicas", "replica_id", "nominal_replicas")
+_WITHOUT_DEFAULT = ("num_replicas", "replica_id", "nominal_replicas", "metrics_port")
 # Settings without effect: with timed strategies, with an endless warm-up, without a penalty.
 STEP_COUNT_SETTINGS = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
 SYNC_SETTINGS = (
@@ -200,6 +200,7 @@ def check_ranges(config: EditConfig) -> None:
     _at_least(config, "average_moments_every", 1)
     _at_least(config, "delay_steps", 0)
     _at_least(config, "stl_stages", 1)
+    _at_least(config, "metrics_port", 1)
     for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "loss_threshold", "clip",
                  "qsr_a", "weight_temperature", "timeout_seconds", "co2_gap",
                  "co2_clip"):  # fmt: skip
@@ -366,6 +367,13 @@ def check_launch(config: EditConfig) -> None:
         )
     if config.rendezvous is not None:
         parse_endpoint(config.rendezvous)
+    has_own_launch = config.replica_id is not None or config.hub is not None
+    if has_own_launch and config.placement != _spec(config, "placement").default:
+        raise UsageError(
+            f"{flag('placement')} {config.placement}",
+            "arranges the ranks of a single launch, and here each replica has its own",
+            "drop the flag",
+        )
 
 
 def check_elastic(config: EditConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_edit.constants import (
     ALL,
     AVERAGED_MOMENTS,
+    BY_HOSTS,
     DEVICES,
     FEW_REPLICAS,
     FIXED,
@@ -72,6 +73,13 @@ class SettingFields:
         None,
         "N, number of replicas; if not set: nodes of the launch, if more than 1",
         kind=int,
+    )
+    placement: str = _setting(
+        BY_HOSTS,
+        "which ranks of a single launch make a replica: hosts (a replica spans several hosts only "
+        "where it must; hosts in natural order: node2 before node10), ranks (consecutive ranks of "
+        "the launch), or a file with a line per replica: the names of its hosts",
+        kind=str,
     )
     replica_id: int | None = _setting(
         None, "index of this launch's replica, 0..N-1 (one launch per replica)", kind=int

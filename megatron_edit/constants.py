@@ -13,6 +13,7 @@ OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
 NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
 CPU, CUDA = DEVICES = ("cpu", "cuda")
+BY_HOSTS, BY_RANKS = "hosts", "ranks"  # of --edit-placement, which also takes a file
 ALL, LEADER, RESET = INNER_STATES = ("all", "leader", "reset")
 CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 0 alone
 

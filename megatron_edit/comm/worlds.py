@@ -7,6 +7,7 @@ replica each uses its launch's store, and all share a second one at `--edit-rend
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_edit.comm.hosts import Arrangement, arrange, read_placement
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.replica_ids import POLL_INTERVAL, LaunchRegistry, launch_key
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS
@@ -44,6 +46,8 @@ class ReplicaWorld:
         is_alone: whether `shared_store` is shared by the ranks of this replica alone, as in an
             elastic run; what the replicas have in common is then settled by the hub.
         layout: in an elastic run, hash of all that must be equal on the replicas.
+        arrangement: which ranks of the launch, or of all launches, are in which replica, and on
+            which hosts; None before `arrange`.
     """
 
     placement: Placement
@@ -53,12 +57,57 @@ class ReplicaWorld:
     registry: LaunchRegistry | None = None
     is_alone: bool = False
     layout: str = ""
+    arrangement: Arrangement | None = None
     _saved_environment: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def scope(self) -> Placement:
         """Placement of this process among those that share `shared_store`."""
         return replace(self.placement, num_replicas=1) if self.is_alone else self.placement
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of all as they were launched.
+
+        It may host the store, and reports errors. It is global rank 0 unless the ranks of a launch
+        were arranged in another order.
+        """
+        rank = self.scope.global_rank
+        return (rank if self.arrangement is None else self.arrangement.launch_rank(rank)) == 0
+
+    def arrange(self, by: str) -> None:
+        """Find the host of every rank; in a single launch, arrange the ranks in replicas by it.
+
+        Collective: all ranks of all replicas. *Mutates* the placement of this process. In a single
+        launch nothing but `shared_store` may have been used before.
+
+        Args:
+            by: value of `--edit-placement`.
+
+        Raises:
+            UsageError: the file that it names cannot be used; on all ranks.
+            ReplicaLostError: a rank did not report its host.
+        """
+        place = self.scope
+        self.shared_store.set(_host_key(place.global_rank), socket.gethostname())
+        hosts = json.loads(self.shared_text("hosts", self._gather_hosts, JOIN_TIMEOUT))
+        file = json.loads(self.shared_text("placement", lambda: _read_placement(by), JOIN_TIMEOUT))
+        if file["refusal"] is not None:
+            raise UsageError(*file["refusal"])
+        self.arrangement = arrange(hosts, place.num_replicas, by, file["text"])
+        if place.is_single_launch:
+            replica, rank = self.arrangement.find(place.global_rank)
+            self.placement = replace(self.placement, replica=replica, rank=rank)
+            launch_store = self.replica_store.underlying_store
+            self.replica_store = dist.PrefixStore(_replica_prefix(replica), launch_store)
+
+    def _gather_hosts(self) -> str:
+        place, hosts = self.scope, list[str]()
+        for rank in range(place.num_replicas * place.ranks_per_replica):
+            key = _host_key(rank)
+            self.wait_for(key, JOIN_TIMEOUT, replica=rank // place.ranks_per_replica)
+            hosts.append(self.shared_store.get(key).decode())
+        return json.dumps(hosts)
 
     def announce(self, event: str) -> None:
         """Announce to all replicas that this one has reached `event`; only rank 0 acts."""
@@ -79,12 +128,12 @@ class ReplicaWorld:
     def shared_text(
         self, key: str, make: Callable[[], str], timeout: timedelta = SETUP_TIMEOUT
     ) -> str:
-        """Share a text that global rank 0 creates with all ranks of all replicas.
+        """Share a text that the first process creates with all ranks of all replicas.
 
         Raises:
-            ReplicaLostError: rank 0 did not create it within `timeout`.
+            ReplicaLostError: it was not created within `timeout`.
         """
-        if self.scope.global_rank == 0:
+        if self.is_first:
             self.shared_store.set(key, make())
         self.wait_for(key, timeout, replica=0)
         return str(self.shared_store.get(key).decode())
@@ -120,20 +169,20 @@ class ReplicaWorld:
         return found
 
     def wait_for_all_readers(self, event: str, timeout: timedelta = SETUP_TIMEOUT) -> None:
-        """Report that this rank has read a value; global rank 0 waits until all ranks have.
+        """Report that this rank has read a value; the first process waits until all ranks have.
 
         It may host the store, so it must not exit before.
         """
         self._count_rank(event)
-        if self.scope.global_rank == 0:
+        if self.is_first:
             self.wait_for(f"{event}/all", timeout)
 
     def is_announced_by_first_rank(self, event: str) -> bool:
-        """Whether global rank 0 reaches `event`, too, now or soon after.
+        """Whether the first process reaches `event`, too, now or soon after.
 
-        For ranks that would otherwise repeat a message of global rank 0.
+        For ranks that would otherwise repeat its message.
         """
-        if self.scope.global_rank == 0:
+        if self.is_first:
             with suppress(RuntimeError):  # the store may be gone: then no rank reads it
                 self.shared_store.set(event, "1")
             return True
@@ -237,6 +286,22 @@ class ReplicaWorld:
         self._saved_environment.clear()
 
 
+def _replica_prefix(replica: int) -> str:
+    return f"edit/replica{replica}"
+
+
+def _host_key(rank: int) -> str:
+    return f"host of rank {rank}"
+
+
+def _read_placement(by: str) -> str:
+    """Return as JSON the content of the file of `--edit-placement`, or why it is refused."""
+    try:
+        return json.dumps({"text": read_placement(by), "refusal": None})
+    except UsageError as error:
+        return json.dumps({"text": None, "refusal": [error.value, error.rule, error.remedy]})
+
+
 def _in_words(time: timedelta) -> str:
     seconds = time.total_seconds()
     for unit, length in (("h", 3600), ("min", 60)):
@@ -267,7 +332,7 @@ def join(
     launch_store = _store_of_launch(placement)
     timeout = timedelta(seconds=timeout_seconds or MIN_TIMEOUT_SECONDS)
     if placement.is_single_launch:
-        replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
+        replica_store = dist.PrefixStore(_replica_prefix(placement.replica), launch_store)
         shared_store = dist.PrefixStore(_SHARED, launch_store)
         return ReplicaWorld(placement, replica_store, shared_store, timeout)
     if is_alone:

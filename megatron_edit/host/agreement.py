@@ -25,6 +25,10 @@ _PER_REPLICA_SETTINGS = (
     "log_dir",
     "log_units_to_tensorboard",
     "device",
+    "placement",
+    "telemetry",
+    "metrics_port",
+    "mlflow_experiment",
 )
 # Megatron's arguments that may differ between hosts, or concern outputs: by words of their names,
 # or by the complete name. (`--q-lora-rank` is neither.)

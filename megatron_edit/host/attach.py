@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_edit.comm.hosts import host_lines, straddling_warnings
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig
@@ -37,12 +38,14 @@ from megatron_edit.observe.console import (
     move_output_to,
     say,
     tolerate_broken_output,
+    warn,
 )
 from megatron_edit.observe.events import EventLog, prepare_log_dir
 from megatron_edit.observe.folder_lock import FolderLock
 
 if TYPE_CHECKING:  # it imports Megatron, which must be patched first
     from megatron_edit.engine import EditEngine
+    from megatron_edit.host.telemetry import TelemetryControl
     from megatron_edit.host.training import TrainingLoop
 
 
@@ -73,6 +76,7 @@ class Attachment:
         self._command_line = CommandLine()
         self._args: Namespace | None = None  # Megatron's arguments, once it validates them
         self._forks: ForkWatch | None = None
+        self._telemetry: TelemetryControl | None = None
         self.placement: Placement | None = None
 
     def attach(self) -> None:
@@ -197,6 +201,7 @@ class Attachment:
 
     def _attach_edit(self, placement: Placement) -> None:
         from megatron_edit.host import data
+        from megatron_edit.host.telemetry import TelemetryControl
         from megatron_edit.host.training import TrainingLoop
 
         if self._config.log_dir is not None:
@@ -208,6 +213,9 @@ class Attachment:
             timeout_seconds=self._config.timeout_seconds,
             is_alone=self._config.hub is not None,
         )
+        if placement.is_single_launch:
+            self._world.arrange(self._config.placement)
+            self.placement = placement = self._world.placement
         self._world.enter_environment(os.environ)
         if placement.replica > 0:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None
@@ -216,7 +224,10 @@ class Attachment:
         if log_dir is not None and is_first and placement.is_writer:
             self._lock = FolderLock(log_dir)
         events = EventLog(log_dir, placement, name=self._config.replica_name)
-        self._loop = TrainingLoop(self._config, self._world, events, self._device, self._patcher)
+        self._telemetry = TelemetryControl(self._config, placement)
+        self._loop = TrainingLoop(
+            self._config, self._world, events, self._telemetry, self._device, self._patcher
+        )
         self._loop.attach()
         data.share_samples(self._patcher, placement)
         data.gate_dataset_index(self._patcher, self._world)
@@ -271,10 +282,16 @@ class Attachment:
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
+        if not placement.is_single_launch:
+            world.arrange(self._config.placement)
+        if world.is_first:
+            _log_hosts(world, self._config.replica_name)
         if self._config.hub is not None:
             elastic.check_hub(world, self._config)
             world.layout = elastic.layout_digest(world, self._config, args)
         lock_log_dir(world, self._lock)
+        if self._telemetry is not None:
+            self._telemetry.prepare(world)
         if args.save:  # hosts may see different file systems
             check_on_all_ranks(
                 world, "save/checked", lambda: check_folder("--save", args.save), what="--save"
@@ -290,6 +307,15 @@ def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) ->
         f"{placement.ranks_per_replica} ranks, sync mode {mode} (--edit-sync-mode "
         f"{config.sync_mode})"
     )
+
+
+def _log_hosts(world: ReplicaWorld, name: str | None) -> None:
+    assert world.arrangement is not None
+    counts = world.arrangement.counts()
+    for line in host_lines(counts, name):
+        say(line)
+    for line in straddling_warnings(counts):
+        warn(line)
 
 
 def _cause_of(error: Exception, engine: EditEngine) -> EditError | None:

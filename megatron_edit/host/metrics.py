@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core import parallel_state
 
-from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import BLOCKING, OVERLAP
 from megatron_edit.engine import EditEngine
@@ -95,7 +95,7 @@ class MegatronWriters:
 def write_run_header(
     events: EventLog,
     config: EditConfig,
-    placement: Placement,
+    world: ReplicaWorld,
     device: torch.device,
     progress: RunProgress,
     resumed_from: Mapping[str, object] | None,
@@ -107,7 +107,7 @@ def write_run_header(
     Args:
         events: event files of this rank.
         config: settings of the user.
-        placement: placement of this rank.
+        world: placement of this rank, and the hosts of all ranks.
         device: device of the parameters.
         progress: progress of all replicas, with a newly built engine.
         resumed_from: where a resumed run continues; None for a new run.
@@ -118,7 +118,7 @@ def write_run_header(
     engine, host = progress.engine, progress.host
     args = host.arguments
     sync_mode = OVERLAP if engine.settings.overlap else BLOCKING
-    run = describe(config, placement, device, sync_mode)
+    run = describe(config, world, device, sync_mode)
     step_bytes = inside_bytes(engine, args)
     run["training"] = {
         "train_iters": args.train_iters,

@@ -308,7 +308,7 @@ class TrainingLoop:
         self._writers = guard_writers(self._patcher)
         place = self._world.placement
         progress = RunProgress(engine, host, place.replica, place.num_replicas)
-        where = (place, self._device)
+        where = (self._world, self._device)
         resumed_from = self._loads.resumed_from
         is_joining = elastic is not None and elastic.is_joining
         write_run_header(

@@ -43,12 +43,14 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "run.json": (
         "versions",
         "topology.host",
+        "topology.hosts",
         "argv.0",
         "config.sync_backend",
         "config.check_commits",
         *(
             f"config.{name}"
             for name in (
+                "placement",
                 "hub",
                 "replica_name",
                 "nominal_replicas",

@@ -20,7 +20,8 @@ from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
 FROZEN = {
-    "use_edit": False, "num_replicas": None, "replica_id": None, "rendezvous": None,
+    "use_edit": False, "num_replicas": None, "placement": "hosts", "replica_id": None,
+    "rendezvous": None,
     "strategy": "edit", "warmup_steps": 1000, "sync_interval": 128, "sync_seconds": 600.0,
     "min_round_steps": 100, "step_weight": 0.0, "outer_lr": 0.8, "outer_momentum": 0.85,
     "anomaly_threshold": 3.0, "anomaly_alpha": 0.02, "anomaly_warmup_syncs": 20,

@@ -11,22 +11,23 @@ from typing import Any
 import torch
 
 from megatron_edit import __version__
-from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.host.seams.probes import megatron_version
 
 
 def describe(
-    config: EditConfig, placement: Placement, device: torch.device, sync_mode: str
+    config: EditConfig, world: ReplicaWorld, device: torch.device, sync_mode: str
 ) -> dict[str, Any]:
     """Return the content of `run.json`.
 
     Args:
         config: settings with presets; `sync_mode` and `num_replicas` are written resolved.
-        placement: placement of this process.
+        world: placement of this process, and the hosts of all ranks.
         device: device of the parameters.
         sync_mode: resolved `--edit-sync-mode`.
     """
+    placement, arrangement = world.placement, world.arrangement
     return {
         "config": {
             **dataclasses.asdict(config),
@@ -41,6 +42,7 @@ def describe(
             "single_launch": placement.is_single_launch,
             "device": device.type,
             "host": socket.gethostname(),
+            "hosts": None if arrangement is None else arrangement.counts(),
         },
         "argv": sys.argv,
     }

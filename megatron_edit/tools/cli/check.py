@@ -18,6 +18,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, flag, parse_endpoint
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.cli import host_list
 from megatron_edit.tools.cli.common import option
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, help="ranks of the launch (default: 1, a replica of one rank)"
     )
+    parser.add_argument("--hosts", help=host_list.HELP)
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
@@ -49,9 +51,17 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """
     script = training_script(options.script)
     config = config_from_argv(rest)
+    hosts = None
+    if options.hosts is not None:
+        host_list.refuse_own_launches(config)
+        hosts = host_list.parse_hosts(options.hosts, options.world_size)
+        options.world_size = len(hosts)
     world_size = _world_size(options.world_size, config)
     checked = check_script(script, rest, config, world_size)
-    for line in _lines(checked, config, world_size):
+    lines = list(_lines(checked, config, world_size))
+    if hosts is not None and checked.placement is not None:
+        lines += host_list.placement_lines(config, hosts, checked.placement.num_replicas)
+    for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0
 
