@@ -3,10 +3,12 @@
     python benchmarks/overlap.py --output benchmarks/results/overlap.json
 
 Hosts are network namespaces whose links have a limited rate (`netlab`); each is a rank that trains
-a GPT. The benchmark compares EDiT in the given modes, stock data parallelism across the link, and
-the ideal: the same training without exchange. All of them are repeated alternately, and each run is
-compared with those of its own repeat, as machines drift. Needs root and iproute2. The modes
-`torchft-diloco` and `torchft-streaming` also measure torchft, where it is installed.
+a GPT. The benchmark compares EDiT in the given modes, stock data parallelism across the link
+(`stock`; `stock-instances` has a distributed optimizer instance on each host, which NVIDIA
+recommends across data centers), and the ideal: the same training without exchange. All of them are
+repeated alternately, and each run is compared with those of its own repeat, as machines drift.
+Needs root and iproute2. The modes `torchft-diloco` and `torchft-streaming` also measure torchft,
+where it is installed. `--stock` names the stock kinds to run.
 
 `--against COMMIT` also runs every case with the package of an earlier commit, and compares the two
 in pairs (`frame/against.py`).
@@ -35,6 +37,7 @@ from frame.study import (
     parse_quick,
     result_settings,
     say,
+    split_commas,
     study_parser,
 )
 from netlab import Lab, LabError
@@ -43,7 +46,7 @@ from overlap_parts.kinds import (
     IDEAL,
     OVERLAP,
     RIVALS,
-    STOCK,
+    STOCKS,
     Job,
     RivalError,
     rival_versions,
@@ -90,19 +93,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "layers": (4, "of the model"),
         "hidden-size": (256, "of the model"),
         "seq-length": (128, "of the model; sets the time of a step"),
+        "stock": (",".join(STOCKS), "kinds of stock Megatron, separated by commas"),
         "stock-seconds": (15.0, "about how long a stock run is measured; >= 3 iterations"),
     }  # fmt: skip
     parser = study_parser("overlap", __doc__, flags, repeats=3, time_limit=600.0,
                           quick="a small model, few steps, one repeat")  # fmt: skip
-    parser.add_argument("--without-stock", action="store_true", help="leave stock Megatron out")
+    parser.add_argument("--without-stock", action="store_true", help="the same as --stock ''")
     args = parse_quick(parser, argv, QUICK)
     args.links = parse_links(args.links)
     modes = args.modes.split(",")
+    stock = [] if args.without_stock else split_commas(args.stock)
     known = [OVERLAP, BLOCKING, *variants(args.tau), *RIVALS]
-    unknown = [kind for kind in modes if kind not in known]
-    if unknown:
-        parser.error(f"--modes {unknown[0]}: must be of {', '.join(known)}")
-    args.kinds = [IDEAL, *modes, *([] if args.without_stock else [STOCK])]
+    for name, given, possible in (("modes", modes, known), ("stock", stock, STOCKS)):
+        unknown = [kind for kind in given if kind not in possible]
+        if unknown:
+            parser.error(f"--{name} {unknown[0]}: must be of {', '.join(possible)}")
+    args.kinds = [IDEAL, *modes, *stock]
     return args
 
 

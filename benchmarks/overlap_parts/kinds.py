@@ -4,15 +4,19 @@
 |---|---|
 | ideal | every host alone, as stock Megatron with one rank, without exchange |
 | stock | one stock Megatron job over all hosts, with the overlaps of its distributed optimizer |
+| stock-instances | the same with a distributed optimizer instance on each host |
 | blocking, overlap | EDiT with that `--edit-sync-mode`, one replica per host |
 | a key of `variants` | another strategy, a delayed sync or a wire dtype, in overlap mode |
 | torchft-diloco, torchft-streaming | every host as in `ideal`, with torchft's DiLoCo across them |
 
-All kinds have the same Megatron flags, so that they differ only in their exchange. torchft need not
-be installed in the environment of the benchmark: `--torchft-python` names an interpreter that has
-it, with the same torch and megatron-core (else its speed could not be compared with the ideal).
-That interpreter runs the script `pretrain_torchft`, which uses this module; so this module imports
-nothing of the plugin.
+All kinds have the same Megatron flags, so that they differ only in their exchange.
+`stock-instances` all-reduces gradients between hosts, and gathers parameters inside a host only. On
+the CPU its all-reduces block the backward pass: Megatron overlaps them by CUDA streams.
+
+torchft need not be installed in the environment of the benchmark: `--torchft-python` names an
+interpreter that has it, with the same torch and megatron-core (else its speed could not be compared
+with the ideal). That interpreter runs the script `pretrain_torchft`, which uses this module; so
+this module imports nothing of the plugin.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from frame.gpt import Model, Window, edit_flags
 
 IDEAL = "ideal"
 STOCK = "stock"
+STOCK_INSTANCES = "stock-instances"
+STOCKS = (STOCK, STOCK_INSTANCES)  # they exchange at every step
 MIN_STOCK_ITERATIONS = 3
 # Observed exchange time of stock Megatron over that of the bytes it must send, and the time of a
 # step without exchange. Only used to choose the number of iterations.
@@ -199,11 +205,11 @@ class Job:
     @property
     def logging_host(self) -> int:
         """The host whose console is followed: Megatron prints on the last rank of a world."""
-        return self.num_hosts - 1 if self.kind == STOCK else 0
+        return self.num_hosts - 1 if self.kind in STOCKS else 0
 
     def window(self, rate: float | None) -> Window:
         """Return the iterations to measure on links of a rate (bits per second; None: no limit)."""
-        if self.kind == STOCK:
+        if self.kind in STOCKS:
             return self._stock_window(rate)
         return Window.of_rounds(self.tau, self.rounds)
 
@@ -223,6 +229,8 @@ class Job:
         )
         if self.kind in (IDEAL, STOCK):
             return flags
+        if self.kind == STOCK_INSTANCES:
+            return [*flags, "--num-distributed-optimizer-instances", str(self.num_hosts)]
         if self.kind in RIVALS:
             layers = self.model.num_layers
             return [*flags, *rival_flags(self.kind, tau=self.tau, num_layers=layers)]

@@ -3,7 +3,9 @@
 Every run is compared with the others of its link and repeat. A sync without delay can hide its
 exchange behind only one forward pass: it includes all inner steps of the round, and its result is
 needed in the next forward pass. Its speed is therefore at most
-round / (round + max(0, exchange - forward)) of the ideal speed.
+round / (round + max(0, exchange - forward)) of the ideal speed. Stock Megatron exchanges at every
+step: even if all of it were hidden behind compute, its speed would be at most
+step / max(step, exchange) of the ideal one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from frame.page import ALL, Column, Spread, draw_bars, picture, table_of
 
 from megatron_edit.flags import flag
 
-from .kinds import IDEAL, RIVALS, STOCK, sends_all_at_once, variants
+from .kinds import IDEAL, RIVALS, STOCK, STOCK_INSTANCES, STOCKS, sends_all_at_once, variants
 from .runs import Measurement
 
 
@@ -36,6 +38,9 @@ class Row:
         waited: of these, waiting for other replicas; on a busy machine they drift apart.
         lost: seconds per round beyond the ideal ones; EDiT and rivals.
         link_bytes: bytes on the link, with headers, over the payload of the syncs; EDiT only.
+        of_instances: tokens/s over those of `stock-instances`.
+        step_bytes: sent by a host in a step, mean over the measured steps, with headers.
+        hidden_limit: share of the ideal if these bytes were hidden as far as possible; stock only.
     """
 
     rate: float | None
@@ -51,6 +56,9 @@ class Row:
     waited: Spread | None
     lost: Spread | None
     link_bytes: Spread | None
+    of_instances: Spread | None
+    step_bytes: Spread | None
+    hidden_limit: Spread | None
 
 
 def exact_limit(*, round_seconds: float, exchange: float, forward: float) -> float:
@@ -88,7 +96,7 @@ class Analysis:
 
     def _row(self, rate: float | None, kind: str) -> Row:
         runs = [m for m in self._runs.values() if (m.kind, m.rate) == (kind, rate)]
-        has_rounds = kind not in (IDEAL, STOCK)
+        has_rounds = kind not in (IDEAL, *STOCKS)
         is_edit = has_rounds and kind not in RIVALS
         limits = {m.repeat: self._limit(m) for m in runs}
         return Row(
@@ -108,6 +116,11 @@ class Analysis:
             waited=Spread.of([s["seconds"]["wait"] for m in runs for s in m.syncs]),
             lost=Spread.of([x for m in runs if has_rounds and (x := self._lost(m)) is not None]),
             link_bytes=Spread.of([m.window_bytes[0] / _payload(m) for m in runs if m.syncs]),
+            of_instances=Spread.of([x for m in runs if (x := self._ratio(m, STOCK_INSTANCES))]),
+            step_bytes=Spread.of([_step_bytes(m) for m in runs]),
+            hidden_limit=Spread.of(
+                [x for m in runs if kind in STOCKS and (x := self._hidden_limit(m))]
+            ),
         )  # fmt: skip
 
     def _ratio(self, run: Measurement, other_kind: str) -> float | None:
@@ -133,6 +146,15 @@ class Analysis:
             forward=self._forward_share * step,
         )
 
+    def _hidden_limit(self, run: Measurement) -> float | None:
+        """Return the limit with an exchange at every step, from numbers of the same repeat."""
+        ideal = self._runs.get((IDEAL, run.rate, run.repeat))
+        if ideal is None:
+            return None
+        step = self._tokens / ideal.tokens_per_second
+        exchange = 8 * _step_bytes(run) / self._bandwidth[run.rate, run.repeat]
+        return step / max(step, exchange)
+
     def _exact_bytes(self) -> float:
         """Return the bytes of a sync of all units in fp32; 0 where none was measured."""
         sent: dict[str, list[int]] = {}
@@ -146,6 +168,10 @@ def _payload(run: Measurement) -> int:
     return sum(sync["wire_bytes"] for sync in run.syncs)
 
 
+def _step_bytes(run: Measurement) -> float:
+    return max(run.window_bytes) / (run.window.last - run.window.first)
+
+
 MAX_KINDS_WITH_NUMBERS = 6  # more kinds leave no room for numbers in the picture
 COLUMNS = (
     Column("link", lambda row: link_name(row.rate)),
@@ -156,7 +182,10 @@ COLUMNS = (
     Column("of ideal", "of_ideal", "{:.3f}", of=ALL),
     Column("limit", lambda row: row.limit if row.of_limit else None, "{:.3f}"),
     Column("of limit", "of_limit", "{:.3f}", of=("min", "median")),
+    Column("if all hidden", "hidden_limit", "{:.3f}"),
     Column("x stock", "of_stock", "{:.2f}"),
+    Column("x stock-instances", "of_instances", "{:.2f}"),
+    Column("MB / iteration", "step_bytes", "{:.3f}", 1e-6),
     Column("exposed (ms / sync)", "exposed", "{:.1f}", 1e3),
     Column("of it waiting", "waited", "{:.1f}", 1e3),
     Column("lost (ms / round)", "lost", "{:.1f}", 1e3),
@@ -172,7 +201,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     """Write the picture: tokens/s as a share of the ideal, by link; the limit as a line."""
     links = list(dict.fromkeys(row.rate for row in rows))
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != IDEAL))
-    kinds.sort(key=lambda kind: (kind == STOCK, kind in RIVALS))  # EDiT first
+    kinds.sort(key=lambda kind: (kind in STOCKS, kind in RIVALS))  # EDiT first
     is_crowded = len(kinds) > MAX_KINDS_WITH_NUMBERS
     with picture(path, figsize=(11, 5) if is_crowded else (8, 4.5)) as (figure, axes):
         from matplotlib import colormaps
@@ -202,5 +231,7 @@ def _name(kind: str) -> str:
     """Return the name of a kind in the legend."""
     if kind == STOCK:
         return "stock DistOpt, overlapped"
+    if kind == STOCK_INSTANCES:
+        return "stock DistOpt, an instance per host"
     is_named = kind in RIVALS or flag("strategy") in variants(1).get(kind, ())
     return kind if is_named else f"EDiT, {kind}"

@@ -261,6 +261,15 @@ def _check_layout(args: Namespace, placement: Placement, config: EditConfig) -> 
                 if config.hub is not None
                 else "launch more ranks, or lower --edit-num-replicas",
             )
+    instances = args.num_distributed_optimizer_instances
+    overlaps = getattr(args, "overlap_grad_reduce", False)
+    if instances > 1 and pp > 1 and overlaps and getattr(args, "align_grad_reduce", True):
+        raise UsageError(
+            f"--num-distributed-optimizer-instances {instances}",
+            "Megatron reduces the first gradients twice on later pipeline stages, with "
+            "--overlap-grad-reduce and PP > 1",
+            "add --no-align-grad-reduce, or drop --overlap-grad-reduce",
+        )
     shards = getattr(args, "tensor_parallel_num_weight_shards", None)
     if shards not in (None, tp):
         raise UsageError(f"--tensor-parallel-num-weight-shards {shards}", _LATER, "drop the flag")

@@ -8,7 +8,7 @@ hours of training.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,13 @@ from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry, parse_entries
+from megatron_edit.tools.compare.entries import (
+    IDEAL,
+    STOCK,
+    STOCK_INSTANCES,
+    Entry,
+    parse_entries,
+)
 from megatron_edit.tools.compare.finished import configuration_hash, load_result, store_result
 from megatron_edit.tools.compare.flags import canonical, groups, int_flag, without
 from megatron_edit.tools.compare.plan import FORMAT, ComparisonSetting, RunPlan, make_plan
@@ -98,18 +104,18 @@ def test_bad_entries_are_refused(text: str) -> None:
         parse_entries(text, with_ideal=False)
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, STOCK, IDEAL])
+@pytest.mark.parametrize("name", [*STRATEGIES, STOCK, STOCK_INSTANCES, IDEAL])
 def test_every_entry_accepts_the_common_flags(name: str) -> None:
     """Both kinds of interval are given; each entry gets only the one that it uses."""
     words = Entry(name).words(FLAGS)
     if name == "streaming-diloco":
         words = [*words, "--edit-delay-steps", "2"]  # the preset needs a longer interval
     config = config_from_argv(words)  # refuses flags without effect
-    assert config.use_edit == (name != STOCK)
+    assert config.use_edit == (name not in (STOCK, STOCK_INSTANCES))
     assert ("--edit-device" in words) and canonical(words)["--lr"] == ["1e-3"]
     if name == IDEAL:
         assert (config.strategy, config.sync_interval, config.warmup_steps) == ("edit", 31, 6)
-    elif name != STOCK and not STRATEGIES[name].endless_warmup:
+    elif config.use_edit and not STRATEGIES[name].endless_warmup:
         timed = STRATEGIES[name].is_timed
         assert (config.sync_seconds == 2.5) == timed
         assert (config.sync_interval == 4) == (not timed)
@@ -122,6 +128,53 @@ def test_ideal_entry_never_syncs() -> None:
     config = config_from_argv(Entry(IDEAL).words(common))
     assert (config.fragments, config.delay_steps, config.mix) == (1, 0, 0.0)
     assert config_from_argv(Entry("edit").words(common)).fragments == 4
+
+
+INSTANCES = "--num-distributed-optimizer-instances"
+SHARDED = (*FLAGS, "--use-distributed-optimizer")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+
+
+def test_stock_instances_entry_has_instance_per_replica() -> None:
+    """Gradients are reduced in buckets. With pipelines, an instance has consecutive ranks, and no
+    stage reduces twice."""
+    (run,) = plan("stock-instances", setting=replace(SETTING, flags=SHARDED))
+    given = canonical(run.words)
+    assert given[INSTANCES] == ["2"] and "--overlap-grad-reduce" in given
+    assert "--use-tp-pp-dp-mapping" not in given and not any("edit" in w for w in given if
+                                                             w != "--edit-device")  # fmt: skip
+    (staged,) = plan("stock-instances", setting=replace(SETTING, flags=(*SHARDED, *PIPELINE)))
+    assert {"--use-tp-pp-dp-mapping", "--no-align-grad-reduce"} <= set(staged.words)
+    (more,) = plan(f"stock-instances:{INSTANCES}=4", setting=replace(SETTING, flags=SHARDED))
+    assert canonical(more.words)[INSTANCES] == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "complaint"),
+    [
+        ("stock-instances", FLAGS, "need the distributed optimizer; add --use-distributed-optim"),
+        (f"stock:{INSTANCES}=2", FLAGS, "need the distributed optimizer"),
+        ("stock-instances", (*SHARDED, "--optimizer", "muon"), "need adam or sgd, not muon"),
+        ("stock-instances", (*SHARDED, "--edit-num-replicas", "1"), "need at least 2 replicas"),
+        ("stock-instances", SHARDED[:-1], "need the distributed optimizer"),
+        ("stock-instances", without(SHARDED, {"--edit-num-replicas"}), "add --edit-num-replicas N"),
+        (f"stock-instances:{INSTANCES}=3", SHARDED, "must be a multiple of TP x PP x instances"),
+        (f"stock-instances:{INSTANCES}=x", SHARDED, "must be a whole number above 0"),
+        ("stock-instances", (*SHARDED, "--tensor-model-parallel-size", "4"), "instances = 8"),
+        ("stock-instances", (*SHARDED, "--num-experts", "4", "--expert-model-parallel-size", "4"),
+         "multiple of expert TP x EP x PP x instances = 8"),
+        (f"stock:{INSTANCES}=2", (*SHARDED, *PIPELINE, "--overlap-grad-reduce"),
+         "add --no-align-grad-reduce"),
+        (f"stock:{INSTANCES}=2:--overlap-grad-reduce,stock-instances", SHARDED, "is the same as"),
+    ],
+)  # fmt: skip
+def test_impossible_instances_are_refused(
+    text: str, flags: tuple[str, ...], complaint: str
+) -> None:
+    """Megatron itself would fail only after the launch, or train with wrong gradients."""
+    with pytest.raises(UsageError) as refused:
+        plan(text, setting=replace(SETTING, flags=tuple(flags)))
+    assert complaint in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_new_defaults_invalidate_stored_results() -> None:
@@ -189,6 +242,9 @@ def test_configuration_hash_follows_what_is_computed() -> None:
         ("edit:clip=x", {}, "--edit-clip"),
         ("edit:--seed=3", {}, "--seed is set run by run"),
         ("edit:log-dir=x", {}, "--edit-log-dir is set run by run"),
+        ("edit", {"flags": (*FLAGS, "--edit-hub", "h:1")}, "--edit-hub h:1: runs of a comparison"),
+        ("edit", {"flags": (*FLAGS, "--edit-min-replicas", "1")}, "--edit-min-replicas 1: runs of"),
+        ("edit:replica-name=a", {}, "--edit-replica-name runs of a comparison have no hub"),
         ("edit,edit:sync-interval=4", {}, "is the same as edit"),
     ],
 )
@@ -215,6 +271,8 @@ def test_bad_seeds_are_refused(seeds: tuple[int, ...]) -> None:
         [str(SCRIPT), "--strategies", "edit", "--nproc-per-node", "2", "--seeds", "a"],
         [str(SCRIPT), "--strategies", "edit", "--nproc-per-node", "2", "--time-limit", "0"],
         [str(SCRIPT), "--strategies", "edit", "--nproc-per-node", "2", "--seq-length", "8"],
+        [str(SCRIPT), "--strategies", "edit", "--nproc-per-node", "4", *FLAGS, "--edit-hub", "h:1"],
+        [str(SCRIPT), "--strategies", "stock-instances", "--nproc-per-node", "4", *FLAGS],
     ],
 )
 def test_bad_command_lines_are_refused_in_one_line(

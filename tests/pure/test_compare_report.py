@@ -37,7 +37,12 @@ from megatron_edit.tools.compare.readings import (
 )
 from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
-from megatron_edit.tools.compare.traffic import ElementBytes, Layout
+from megatron_edit.tools.compare.traffic import (
+    ElementBytes,
+    Layout,
+    baseline_bytes,
+    warmup_bytes,
+)
 
 SEQ = 10
 LINE = (
@@ -168,6 +173,38 @@ def test_reading_of_synchronous_training_counts_every_step() -> None:
     )
     # Each of two links carries 3/4 of (4 + 4) * 100 bytes.
     assert reading(stock, [], {}).bytes_per_step == pytest.approx(600)
+    instances = replace(stock, layout=Layout(2, 2, 0, num_instances=2))
+    # On each machine, two ranks all-reduce 50 gradients of 4 bytes each with the other machine.
+    assert reading(instances, [], {}).bytes_per_step == pytest.approx(400)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        # Per parameter, with 4 + 4 bytes. Four links, each 7/8 of 8.
+        (Layout(4, 2, 1), 28.0),
+        # Two shards of 1/2, each in a ring over four machines: 4 links x 2 x 3/4 x 4 / 2.
+        (Layout(4, 2, 1, num_instances=4), 24.0),
+        # Instances of two machines: 2 x 2 links x 3/4 x 8; and four shards of 1/4, in rings of two.
+        (Layout(4, 2, 1, num_instances=2), 24.0 + 8.0),
+        # More instances than machines: rings of 8 ranks, in which 4 links lead to other machines.
+        (Layout(4, 2, 1, num_instances=8), 4 * 2 * 7 / 8 * 4),
+        # A model on two ranks: two rings of four ranks, each with half of the parameters.
+        (Layout(4, 2, 1, model_parallel_ranks=2), 4 * 3 / 4 * 8),
+        (Layout(4, 2, 1, model_parallel_ranks=2, num_instances=4), 24.0),
+        (Layout(1, 8, 1, num_instances=2), 0.0),
+    ],
+)
+def test_baseline_bytes_follow_instances(layout: Layout, expected: float) -> None:
+    """Would catch instances that are counted as inside a machine although they span several."""
+    found = baseline_bytes(layout, num_steps=1, element=ElementBytes(4, 4))
+    assert found == pytest.approx(expected)
+
+
+def test_instances_inside_replicas_multiply_warmup_bytes() -> None:
+    """Each instance of a replica exchanges all gradients with the other replicas."""
+    one, two = (warmup_bytes(Layout(2, 2, 100, num_instances=n), num_steps=1) for n in (1, 2))
+    assert (one, two) == (800, 1600)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +242,13 @@ def test_kind_of_run_follows_from_plan() -> None:
     assert [name for name, kind in found.items() if kind.is_timed] == ["a-edit"]
     assert found["ideal"].is_ideal and found["stock"].is_stock
     assert found["edit"].layout == Layout(2, 2, 0) and found["edit"].element == ElementBytes(4, 4)
+    flags = (*SETTING.flags, "--use-distributed-optimizer", "--tensor-model-parallel-size", "2")
+    (run,) = make_plan(
+        replace(SETTING, flags=flags), parse_entries("stock-instances", with_ideal=False), ()
+    )
+    instances = kind_of(run)
+    assert instances.is_stock and instances.is_synchronous
+    assert instances.layout == Layout(2, 2, 0, model_parallel_ranks=2, num_instances=2)
 
 
 # ---- several runs

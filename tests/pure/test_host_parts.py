@@ -346,3 +346,15 @@ def test_unsupported_arguments_are_refused(changes: dict[str, Any], flag: str) -
     with pytest.raises(UsageError) as caught:
         check_arguments(arguments(**changes), place, config)
     assert flag in str(caught.value)
+
+
+def test_gradients_that_megatron_reduces_twice_are_refused() -> None:
+    """Megatron 0.19: several instances, overlap and PP; without the alignment they are right."""
+    config, place = EditConfig(use_edit=True, num_replicas=2), Placement(2, 0, 4, 0, True)
+    layout: dict[str, Any] = {
+        "num_distributed_optimizer_instances": 2, "pipeline_model_parallel_size": 2,
+        "overlap_grad_reduce": True,
+    }  # fmt: skip
+    check_arguments(arguments(**layout, align_grad_reduce=False), place, config)
+    with pytest.raises(UsageError, match="add --no-align-grad-reduce"):
+        check_arguments(arguments(**layout, align_grad_reduce=True), place, config)

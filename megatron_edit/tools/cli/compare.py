@@ -15,6 +15,7 @@ from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.check import check_script
 from megatron_edit.tools.cli.common import check_installed, option
+from megatron_edit.tools.cli.words import SCRIPT, TrainingCommand, add_replicas
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits
 from megatron_edit.tools.compare.page import summary, write_report
@@ -29,13 +30,15 @@ INTERRUPTED = 130
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments; everything else belongs to the training command."""
     parser.usage = (
-        "megatron-edit compare SCRIPT ARGS --strategies ddp,diloco,edit --nproc-per-node R [...]"
+        "megatron-edit compare SCRIPT [FILE.args ...] ARGS --strategies ddp,diloco,edit "
+        "--nproc-per-node R [...]"
     )
     parser.allow_abbrev = False  # --seed is Megatron's flag, not --seeds
     add = parser.add_argument
-    add("script", help="the training script, as given to the launcher")
+    add_replicas(parser)
     add("--strategies", required=True, help="separated by commas; `stock` is Megatron without the "
-        "plugin; flags of one entry after colons: edit:delay-steps=8:no-clip, or "
+        "plugin, `stock-instances` the same with an optimizer instance per replica; flags of one "
+        "entry after colons: edit:delay-steps=8:no-clip, or "
         "those of a file: edit:@configs/edit_quality.args")  # fmt: skip
     add("--nproc-per-node", type=int, required=True, help="ranks of a run: of all replicas")
     add("--with-ideal", action="store_true", help="also train replicas that never sync after the "
@@ -85,10 +88,15 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise UsageError(f"{option(name)} {value:g}", "must be above 0", "leave it out")
-    script = training_script(options.script)
+    command = TrainingCommand.of(rest, others=SCRIPT).with_replicas(options.replicas)
+    if command.script is None:
+        raise UsageError("no training script", "is needed for runs", "give it before all flags")
+    script = training_script(command.script)
     entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
     launcher = _launcher(options.launcher)
-    setting = ComparisonSetting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
+    setting = ComparisonSetting(
+        script, command.argv, options.nproc_per_node, launcher, options.link
+    )
     plan = make_plan(setting, entries, _seeds(options.seeds))
     check_installed(*NEEDED)
     for each in {run.entry: run for run in plan}.values():  # seeds need no check of their own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_edit.tools.compare.entries import IDEAL, STOCK
+from megatron_edit.tools.compare.entries import IDEAL
 from megatron_edit.tools.compare.plan import RunPlan
 from megatron_edit.tools.compare.readings import Reading
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
@@ -115,4 +115,4 @@ def _values(
 
 def is_synchronous(run: RunPlan) -> bool:
     """Return whether gradients are exchanged at every step."""
-    return run.entry.name == STOCK or not (run.entry.syncs or run.entry.name == IDEAL)
+    return not (run.entry.syncs or run.entry.name == IDEAL)

@@ -12,8 +12,10 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
 from megatron_edit.tools.compare.flags import canonical, int_flag, read_flags_or_refuse, without
+from megatron_edit.tools.compare.instances import instance_flags
 
 STOCK = "stock"  # Megatron without the plugin, on all ranks
+STOCK_INSTANCES = "stock-instances"  # the same, with an optimizer instance per replica
 IDEAL = "ideal"  # replicas that never sync after the warm-up
 
 FILE = "@"  # before the path of an .args file
@@ -30,7 +32,7 @@ class Entry:
     """One entry of the comparison.
 
     Attributes:
-        name: a strategy, `stock`, or `ideal`.
+        name: a strategy, `stock`, `stock-instances`, or `ideal`.
         own_flags: command-line words of this entry only, after all others.
         settings: the user's notation of them, with names of files: `@edit_quality.args`.
     """
@@ -60,7 +62,7 @@ class Entry:
     @property
     def strategy(self) -> str | None:
         """The value of `--edit-strategy`; None without the plugin."""
-        if self.name == STOCK:
+        if self.name in (STOCK, STOCK_INSTANCES):
             return None
         return _IDEAL_STRATEGY if self.name == IDEAL else self.name
 
@@ -82,12 +84,14 @@ class Entry:
             common: flags of all entries, Megatron's and EDiT's.
 
         Raises:
-            UsageError: the length of the training is not given, for `ideal`.
+            UsageError: the length of the training is not given, for `ideal`; there are fewer than
+                two replicas, for `stock-instances`.
         """
         strategy = self.strategy
         if strategy is None:
             ours = {w.partition("=")[0] for w in common if w.startswith(FLAG_PREFIXES)}
-            return [*without(common, ours - {flag("device")}), *self.own_flags]
+            more = instance_flags(common) if self.name == STOCK_INSTANCES else []
+            return [*without(common, ours - {flag("device")}), *more, *self.own_flags]
         rule = STRATEGIES[strategy]
         unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _TIMED_FLAGS
         if rule.endless_warmup:
@@ -136,10 +140,11 @@ def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
     entries = [Entry(IDEAL)] if with_ideal else []
     for part in text.split(","):
         name, *settings = part.strip().split(":")
-        if name not in STRATEGIES and name != STOCK:
+        known = (*STRATEGIES, STOCK, STOCK_INSTANCES)
+        if name not in known:
             raise UsageError(
                 f"--strategies {name or '(an empty entry)'}",
-                f"must be of {', '.join((*STRATEGIES, STOCK))}",
+                f"must be of {', '.join(known)}",
                 "name these, separated by commas",
             )
         own = tuple(word for setting in settings for word in _own_flags(part, setting))

@@ -6,8 +6,8 @@ import json
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_edit.tools.compare.flags import model_of
 from megatron_edit.tools.compare.pictures import Picture, draw, smoothing_tokens
 from megatron_edit.tools.compare.statistics import Spread
 from megatron_edit.tools.pages import render
+from megatron_edit.tools.pages.tables import Column, cells_of, markdown_of
 from megatron_edit.tools.pages.texts import UNKNOWN
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -126,7 +127,7 @@ def _html(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
         "subtitle": _subtitle(outcome),
         "failures": _failures(outcome),
         "columns": [{"title": c.title, "meaning": c.meaning.replace("`", "")} for c in COLUMNS],
-        "rows": _cells(make_rows(outcome)),
+        "rows": cells_of(COLUMNS, make_rows(outcome)),
         "pictures": [picture._replace(svg=Markup(picture.svg)) for picture in pictures],
         "curves": _curves(outcome),
         "versions": _versions(outcome),
@@ -136,21 +137,6 @@ def _html(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
 
 
 # ---- the table
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table.
-
-    Attributes:
-        title: with the unit.
-        meaning: a sentence, printed below the table.
-        cell: returns the text for a row.
-    """
-
-    title: str
-    meaning: str
-    cell: Callable[[ComparisonRow], str]
 
 
 def _spread(spread: Spread | None, mean: str, deviation: str = "") -> str:
@@ -184,7 +170,7 @@ def _name(row: ComparisonRow) -> str:
     return row.label + note
 
 
-COLUMNS = (
+COLUMNS: tuple[Column[ComparisonRow], ...] = (
     Column("strategy", "with its own flags", _name),
     Column(
         "validation loss",
@@ -212,14 +198,14 @@ COLUMNS = (
     Column(
         "MB per step",
         "(10^6 bytes) sent by one replica to others, mean per step after the warm-up; payload. "
-        "Syncs are counted, the synchronous steps of `ddp` and `stock` computed",
+        "Syncs are counted, the synchronous steps of `ddp`, `stock` and `stock-instances` computed",
         lambda row: _megabytes(row.step_bytes, ".3f"),
     ),
     Column(
         "peak MB/s",
         "sent by one replica during its busiest sync: the bytes over the seconds from the meeting "
-        "of the replicas to the landing of the last unit; of `ddp` and `stock`: bytes of a step "
-        "over its seconds",
+        "of the replicas to the landing of the last unit; of synchronous steps: their bytes over "
+        "their seconds",
         lambda row: _megabytes(row.peak, ".1f"),
     ),
     Column(
@@ -230,18 +216,6 @@ COLUMNS = (
 )
 
 
-def _cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
-    """Return the cells of the table; empty columns are included."""
-    return [[column.cell(row) for column in COLUMNS] for row in rows]
-
-
 def markdown_table(rows: Sequence[ComparisonRow]) -> str:
     """Return the table as Markdown, with the meaning of its columns below."""
-    head = [column.title for column in COLUMNS]
-    lines = [_line(head), _line("---" for _ in head), *map(_line, _cells(rows))]
-    meanings = [f"- *{column.title}*: {column.meaning}." for column in COLUMNS]
-    return "\n".join([*lines, "", *meanings])
-
-
-def _line(texts: Iterable[str]) -> str:
-    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+    return markdown_of(COLUMNS, rows)

@@ -20,6 +20,7 @@ WIDTH_SHARE = 25  # training losses are means over 1/25 of the longest training
 NUM_PLACES = 400  # points of a smoothed curve
 MARKERS = "osD^vPX*<>hd"
 SVG_HEIGHT = 3.6
+Curve = tuple[Array, Array]  # places and values
 
 
 class Picture(NamedTuple):
@@ -122,16 +123,32 @@ def _losses(
 ) -> None:
     """Plot training losses as thin lines with the same smoothing, validation as markers."""
     width = smoothing_tokens(outcome)
-    for label in outcome.compared:
+    for number, label in enumerate(outcome.compared):
         reading = shown.get(label)
         if reading is None:
             continue
-        color, mark = _style(outcome, label)
         tokens, losses = smoothed(reading.training, width)
-        axes.plot(place(reading, tokens), losses, color=color, alpha=0.6, linewidth=1)
         marks = np.array([point.tokens for point in reading.validation])
-        found = [point.loss for point in reading.validation]
-        axes.plot(place(reading, marks), found, mark, color=color, markersize=5, label=label,
+        found = np.array([point.loss for point in reading.validation])
+        plot_losses(axes, number, label, (place(reading, tokens), losses),
+                    (place(reading, marks), found))  # fmt: skip
+
+
+def plot_losses(axes: Axes, number: int, label: str, training: Curve, validation: Curve) -> None:
+    """Plot the losses of one run: training as a thin line, validation as markers.
+
+    Args:
+        axes: of the plot.
+        number: of the run; determines colour and marker.
+        label: in the legend.
+        training: smoothed; places and losses.
+        validation: places and losses.
+    """
+    color, mark = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+    has_marks = bool(validation[0].size)
+    axes.plot(*training, color=color, alpha=0.6, linewidth=1, label=None if has_marks else label)
+    if has_marks:
+        axes.plot(*validation, mark, color=color, markersize=5, label=label,
                   clip_on=False, zorder=3)  # fmt: skip
     axes.set_ylabel("loss (nats per token); markers: validation")
 
@@ -147,8 +164,9 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
         if is_synchronous(by_label[label]):
             made = range(reading.warmup_steps + 1, reading.iterations + 1)
             sent = [(step, reading.step_bytes) for step in made]
-        color, _ = _style(outcome, label)
-        width = max(1.2, 4.5 - 0.8 * outcome.compared.index(label))  # equal curves stay visible
+        number = outcome.compared.index(label)
+        color = COLORS[number % len(COLORS)]
+        width = max(1.2, 4.5 - 0.8 * number)  # equal curves stay visible
         sent += [(reading.iterations, 0)] if sent else []  # flat to the end
         steps, sizes = np.array(sent).reshape(-1, 2).T
         axes.step(steps, np.cumsum(sizes) / 1e6, where="post", color=color, label=label,
@@ -161,8 +179,3 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # no exponents: too small
         axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _style(outcome: ComparisonResult, label: str) -> tuple[str, str]:
-    number = outcome.compared.index(label)
-    return COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]

@@ -12,22 +12,33 @@ from megatron_edit.comm.placement import Placement, place
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
-from megatron_edit.tools.compare.entries import Entry
+from megatron_edit.tools.compare.entries import STOCK, Entry
 from megatron_edit.tools.compare.finished import configuration_hash
 from megatron_edit.tools.compare.flags import canonical, int_flag
+from megatron_edit.tools.compare.instances import check_instances
 
 # Of configurations and results; another number invalidates all stored results. A configuration
 # holds the given flags only, so a changed default needs another number, too.
 FORMAT = 2
 EVENTS = "events"
-# Flags that the comparison sets itself, or that would make all runs write to the same place.
+# Flags that the comparison sets itself, or that would make all runs write to the same place: rule
+# and remedy.
+_PER_RUN, _SINGLE_LAUNCH = "is set run by run", "drop it: a run is a single launch of all replicas"
+_FIXED = "runs of a comparison have no hub: each is a single launch of all replicas"
+_NO_HUB = f"drop the settings of elastic runs, and give {flag('num_replicas')}"
 _RESERVED = {
-    flag("strategy"): "list it in --strategies",
-    flag("log_dir"): "drop it: event files go to --output-dir",
-    flag("replica_id"): "drop it: a run is a single launch of all replicas",
-    flag("rendezvous"): "drop it: a run is a single launch of all replicas",
-    "--save": "drop it: all runs would save to one folder",
+    flag("strategy"): (_PER_RUN, "list it in --strategies"),
+    flag("log_dir"): (_PER_RUN, "drop it: event files go to --output-dir"),
+    flag("replica_id"): (_PER_RUN, _SINGLE_LAUNCH),
+    flag("rendezvous"): (_PER_RUN, _SINGLE_LAUNCH),
+    "--save": (_PER_RUN, "drop it: all runs would save to one folder"),
+    flag("hub"): (_FIXED, _NO_HUB),
+    flag("hub_token_file"): (_FIXED, _NO_HUB),
+    flag("replica_name"): (_FIXED, _NO_HUB),
+    flag("nominal_replicas"): (_FIXED, _NO_HUB),
+    flag("min_replicas"): (_FIXED, _NO_HUB),
 }
+_SEED = (_PER_RUN, "give --seeds")
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class RunPlan:
             "form": FORMAT,
             "script": hashlib.sha256(setting.script.read_bytes()).hexdigest(),
             "flags": canonical(self.words),
-            "kind": self.entry.name,
+            "kind": STOCK if self.entry.strategy is None else self.entry.name,
             "num_ranks": setting.num_ranks,
             "launcher": list(setting.launcher),
             "link": setting.link,
@@ -156,9 +167,9 @@ def _check_setting(setting: ComparisonSetting) -> None:
             "give the ranks of all replicas together",
         )
     given = canonical(setting.flags)
-    for name, remedy in _RESERVED.items():
+    for name, (rule, remedy) in _RESERVED.items():
         if name in given:
-            raise UsageError(" ".join([name, *given[name]]), "is set run by run", remedy)
+            raise UsageError(" ".join([name, *given[name]]), rule, remedy)
     try:
         int_flag(setting.flags, "--seq-length")
     except (KeyError, ValueError) as error:
@@ -182,9 +193,11 @@ def _check_seeds(seeds: Sequence[int]) -> None:
 
 
 def _check_run(run: RunPlan) -> None:
-    for word in run.entry.own_flags:
-        remedy = _RESERVED.get(word) or ("give --seeds" if word == "--seed" else None)
-        if remedy is not None:
-            raise UsageError(f"--strategies {run.entry.label}", f"{word} is set run by run", remedy)
-    config_from_argv(run.words)  # both raise on invalid flags
+    own = canonical(run.entry.own_flags)
+    for name, (rule, remedy) in {**_RESERVED, "--seed": _SEED}.items():
+        if name in own:
+            raise UsageError(f"--strategies {run.entry.label}", f"{name} {rule}", remedy)
+    config_from_argv(run.words)  # all raise on invalid flags
     _ = run.placement
+    if run.entry.strategy is None:
+        check_instances(run.entry.label, run.words, run.setting.num_ranks)

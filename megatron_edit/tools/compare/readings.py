@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -283,7 +283,7 @@ def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:
 
 def _step_bytes(kind: RunKind, num_parameters: int) -> float:
     """Return the bytes that one replica sends in a synchronous step."""
-    layout = Layout(kind.layout.num_replicas, kind.layout.ranks_per_replica, num_parameters)
+    layout = replace(kind.layout, num_parameters=num_parameters)
     if kind.is_stock:
         total = baseline_bytes(layout, num_steps=1, element=kind.element)
     else:

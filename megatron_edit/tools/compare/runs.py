@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
-from megatron_edit.tools.compare.entries import IDEAL, STOCK
+from megatron_edit.tools.compare.entries import IDEAL
 from megatron_edit.tools.compare.finished import load_result, store_result
 from megatron_edit.tools.compare.flags import canonical, int_flag
 from megatron_edit.tools.compare.follow import (
@@ -17,6 +17,11 @@ from megatron_edit.tools.compare.follow import (
     environment_of_ranks,
     follow,
     torchrun_line,
+)
+from megatron_edit.tools.compare.instances import (
+    INSTANCES_FLAG,
+    model_parallel_ranks,
+    size_of,
 )
 from megatron_edit.tools.compare.plan import EVENTS, RunPlan
 from megatron_edit.tools.compare.readings import Reading, RunKind, read_run
@@ -95,10 +100,16 @@ def kind_of(run: RunPlan) -> RunKind:
     """Return the properties of a run that its reading depends on."""
     words, place, strategy = run.words, run.placement, run.entry.strategy
     return RunKind(
-        layout=Layout(place.num_replicas, place.ranks_per_replica, 0),
+        layout=Layout(
+            place.num_replicas,
+            place.ranks_per_replica,
+            0,
+            model_parallel_ranks=model_parallel_ranks(words),
+            num_instances=size_of(words, INSTANCES_FLAG),
+        ),
         seq_length=int_flag(words, "--seq-length"),
         warmup_steps=run.setting.warmup_steps,
-        is_stock=run.entry.name == STOCK,
+        is_stock=strategy is None,
         is_ideal=run.entry.name == IDEAL,
         is_timed=strategy is not None and STRATEGIES[strategy].is_timed,
         is_synchronous=is_synchronous(run),

@@ -5,7 +5,9 @@ EDiT counts the bytes of its syncs itself (`wire_bytes` of sync.jsonl).
 Notation: N replicas of K ranks, R = N * K ranks in all, P parameters.
 
 The baseline has no replicas. Its traffic is that between N machines of K ranks each, so that the
-same links are compared. All figures are payload, without protocol overhead.
+same links are compared. All figures are payload, without protocol overhead, and those of an
+all-reduce, reduce-scatter or all-gather in a ring, as NCCL uses it for large tensors. Gloo sends
+more for one of them: its reduce-scatter all-reduces the whole tensor.
 """
 
 from __future__ import annotations
@@ -63,40 +65,61 @@ class Layout:
         num_replicas: N.
         ranks_per_replica: K.
         num_parameters: P, of the model.
+        model_parallel_ranks: ranks that hold the model together.
+        num_instances: of the distributed optimizer: of the baseline over all ranks, of EDiT in
+            each replica.
     """
 
     num_replicas: int
     ranks_per_replica: int
     num_parameters: int
+    model_parallel_ranks: int = 1
+    num_instances: int = 1
 
 
 def baseline_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF16) -> float:
     """Return the bytes between machines in `num_steps` steps of the baseline on R ranks.
 
-    A ring over R ranks that are ordered by machine has N links between machines. In a
-    reduce-scatter or an all-gather of n bytes every link carries (R - 1) / R * n. Each step
-    reduce-scatters the gradients and all-gathers the parameters. (The all-reduce of gradients in
-    plain data parallelism counts as both.)
+    A ring over D ranks that are ordered by machine has N links between machines; in a
+    reduce-scatter or an all-gather of n bytes every link carries (D - 1) / D * n. Each step
+    reduce-scatters the gradients and all-gathers the parameters, in a ring of its own for each part
+    of the model. (The all-reduce of gradients in plain data parallelism counts as both.)
+
+    Several optimizer instances do this inside an instance, in a ring of D / I ranks, and all-reduce
+    every shard of the gradients in a ring of I ranks: 2 (I - 1) / I of it per link. With an
+    instance on each machine (I = N) a machine sends 2 (N - 1) / N of all gradients.
 
     Args:
         layout: of the ranks.
         num_steps: number of steps.
         element: bytes of a parameter.
     """
-    if layout.num_replicas == 1:
-        return 0.0
     num_ranks = layout.num_replicas * layout.ranks_per_replica
-    payload = layout.num_parameters * (element.gradient + element.rest)
-    return num_steps * layout.num_replicas * (num_ranks - 1) / num_ranks * payload
+    ring = max(1, num_ranks // layout.model_parallel_ranks)
+    machines = [rank * layout.num_replicas // ring for rank in range(ring)]
+    instances = layout.num_instances
+    size = ring // instances
+    inside = sum(_links(machines[i * size : (i + 1) * size]) for i in range(instances))
+    between = sum(_links(machines[shard::size]) for shard in range(size))
+    per_parameter = inside * (size - 1) / size * (element.gradient + element.rest)
+    per_parameter += between * 2 * (instances - 1) / instances * element.gradient / size
+    return num_steps * layout.num_parameters * per_parameter
+
+
+def _links(machines: Sequence[int]) -> int:
+    """Return the links between machines in a ring of ranks, from the machine of each."""
+    return sum(machines[i - 1] != machine for i, machine in enumerate(machines))
 
 
 def warmup_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF16) -> float:
     """Return the bytes between replicas in `num_steps` warm-up steps of EDiT.
 
-    Each of the R ranks all-reduces its shard of the gradients (P / K of them) with its N - 1
-    counterparts, and sends 2 (N - 1) / N of it.
+    Each of the R ranks all-reduces its shard of the gradients with its N - 1 counterparts, and
+    sends 2 (N - 1) / N of it. The shard has P / K of them, or P I / K if a replica has I optimizer
+    instances, as each of them exchanges all gradients.
     """
-    shard_bytes = layout.num_parameters / layout.ranks_per_replica * element.gradient
+    shard = layout.num_parameters * layout.num_instances / layout.ranks_per_replica
+    shard_bytes = shard * element.gradient
     num_ranks = layout.num_replicas * layout.ranks_per_replica
     sent_per_rank = 2 * (layout.num_replicas - 1) / layout.num_replicas * shard_bytes
     return num_steps * num_ranks * sent_per_rank
