@@ -713,9 +713,10 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
 
 
 def defaults_of_settings(sources: list[Source]) -> list[str]:
-    """Return defaults of settings outside of `config.py`, in layers that receive them as values."""
-    config = next(source for source in sources if source.name == "config.py")
-    settings = {name for owner, _, name in fields_of(config.tree) if owner == "EditConfig"}
+    """Return defaults of settings in layers that receive them as values."""
+    fields = next(source for source in sources if source.name == "config_fields.py")
+    settings = {name for owner, _, name in fields_of(fields.tree) if owner == "SettingFields"}
+    assert settings
     complaints = []
     for source in sources:
         if source.part not in ("method", "comm", "engine", "checkpoint"):
@@ -763,7 +764,9 @@ def test_setting_defaults_are_defined_once(rule: object) -> None:
 def test_default_rules_find_violations(rule: object, code: str) -> None:
     """Each made-up pair of files is a violation."""
     assert callable(rule)
-    config = source_of("class EditConfig:\n    clip: float = _setting(10.0, '')", "config.py")
+    config = source_of(
+        "class SettingFields:\n    clip: float = _setting(10.0, '')", "config_fields.py"
+    )
     settings = source_of("def made_of(config):\n    return Made(config.clip)", "host/settings.py")
     assert rule([config, settings, source_of(code)])
     assert not rule([config, settings])

@@ -19,14 +19,16 @@ handled by exactly one of:
 | event_runs | run, with synthetic event files instead of trainings |
 | compare_surfaces | run, with one surface |
 | quickstart.sh, test.sh, gpu_check.sh | run with a stub interpreter that records its calls |
+| docker, apptainer, enroot, kubectl, sky | their files are checked by test_recipes.py |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | megatron-edit hub, openssl; commands with --edit-hub | run by test_elastic_docs.py |
-| pip install, git clone, cd | not run; extras and URLs are checked |
+| megatron-edit init | run |
+| variables, export, preprocess_data of Megatron-LM | run by test_cluster_doc.py |
+| pip install, pip wheel, git clone, cd | not run; extras and URLs are checked |
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import os
@@ -34,6 +36,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +44,7 @@ from pathlib import Path
 import compare_surfaces
 import pytest
 
+from megatron_edit import __version__
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.hub_store import LEAST_TORCH
@@ -53,6 +57,7 @@ from tests.behaviour import event_runs
 from tests.harness import tiny_gpt
 from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
+from tests.harness.quotes import quotes, shape_of
 
 DOCUMENTS = [
     *(REPOSITORY / place / "README.md" for place in (".", "configs", "patches")),
@@ -62,6 +67,7 @@ SHELLS = ("sh", "bash", "shell", "console")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"--(?:use-edit|edit-[a-z0-9-]*[a-z0-9])")
+MOST_PAGES_OF_README = 8
 APEX = "https://github.com/NVIDIA/apex"
 THIS, NAME = (
     "URL-OF-THIS-REPOSITORY",
@@ -112,10 +118,16 @@ def commands() -> Iterator[Command]:
 def kind_of(command: Command) -> str:
     """Return the kind of a command, which decides how it is tested; "" if unknown."""
     words, line = command.words, command.line
-    if words[:2] in (["pip", "install"], ["git", "clone"]) or words[0] == "cd":
+    if not words:
+        return "variables"
+    if words[0] == "export":
+        return "export"
+    if words[:2] in (["pip", "install"], ["pip", "wheel"], ["git", "clone"]) or words[0] == "cd":
         return "install"
     if words[0] == "git" and "apply" in words:
         return "git apply"
+    if words[0] in ("docker", "apptainer", "enroot", "kubectl", "sky"):
+        return "container"
     if words[0] in ("sbatch", "scancel") or "scripts/slurm/submit.sh" in words:
         return "slurm"
     if words[0] == "bash":
@@ -134,7 +146,8 @@ def kind_of(command: Command) -> str:
                       "scripts/make_api_doc.py": "pages",
                       "tests/behaviour/event_runs.py": "event runs",
                       "scripts/compare_surfaces.py": "surfaces",
-                      "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
+                      "benchmarks/plan_check.py": "plan tables",
+                      "PATH_TO_MEGATRON_LM/tools/preprocess_data.py": "preprocess"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
 
@@ -173,24 +186,44 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_launches_of_own_script_run(corpus: Path) -> None:
-    """The commands run in a shell, in a folder that has the files that they name.
+@pytest.fixture(scope="module")
+def launches(corpus: Path) -> dict[str, str]:
+    """Run the documented launches of this repository's script; return their output by document.
 
-    Appended flags, which override earlier ones, make them short, with half of the ranks.
+    The commands run in a shell, in a folder that has the files that they name. Appended flags,
+    which override earlier ones, make them short, with half of the ranks.
     """
     short = "--train-iters 4 --eval-iters 1 --eval-interval 4 --num-layers 1 --hidden-size 64"
     short += " --lr-warmup-iters 0 --edit-warmup-steps 2 --edit-sync-interval 1"
     torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
     for name in ("scripts", "configs"):
         (corpus / name).symlink_to(REPOSITORY / name)
+    outputs = {}
     for command in commands_of_kind("launch"):
         line = command.line.replace("torchrun", torchrun, 1)
         line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
-        output = run(["bash", "-c", f"{line} {short}"], cwd=corpus)
-        assert "sync 2 after iteration 4" in output
+        outputs[command.document] = run(["bash", "-c", f"{line} {short}"], cwd=corpus)
+    return outputs
+
+
+@pytest.mark.timeout(400)
+def test_launches_of_own_script_run(corpus: Path, launches: dict[str, str]) -> None:
+    """Would catch a command of a document that does not train, or writes other event files."""
+    assert all("sync 2 after iteration 4" in output for output in launches.values())
     events = {path.name for path in (corpus / "log").iterdir()}
     assert events == {"run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl",
                       "replica-1.jsonl", "replica-1.log", "run.lock"}  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+def test_healthy_log_is_printed(launches: dict[str, str]) -> None:
+    """Would catch a console line that a run does not print any more. Numbers may differ."""
+    page = "docs/healthy-log.md"
+    quoted = quotes(REPOSITORY / page, "a healthy run")
+    assert len(quoted) > 8
+    printed = launches[page].splitlines()
+    missing = [line for line in quoted if not any(map(shape_of(line).fullmatch, printed))]
+    assert missing == []
 
 
 def test_events_have_the_documented_fields(corpus: Path) -> None:
@@ -233,6 +266,8 @@ def as_check(command: Command) -> list[str]:
         words += ["--world-size", str(ranks[0] * (ranks[1] if len(ranks) > 1 else 1))]
     else:
         words = words[2:]
+    if words[0].endswith(".args"):  # with all that it needs
+        return ["check", *words]
     if "$FLAGS" not in words:  # files of flags instead
         _, script, flags = command.line.partition("pretrain_gpt.py")
         given = run(["bash", "-c", f"printf '%s\\n' {flags}"]).splitlines()
@@ -315,6 +350,7 @@ def test_git_can_read_documented_patches() -> None:
 
 def test_doctor_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a renamed flag of doctor. See test_doctor_links.py for several ranks."""
+    monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for command in commands_of_kind("doctor"):
         words = command.words[command.words.index("doctor") :]
@@ -325,10 +361,12 @@ def test_doctor_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_report_and_watch_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch a renamed flag of report or watch."""
     monkeypatch.chdir(tmp_path)
-    SyntheticRun(rounds=3).write(tmp_path / "log")
+    for name in ("log", "other_log"):
+        SyntheticRun(rounds=3).write(tmp_path / name)
     for command in [*commands_of_kind("report"), *commands_of_kind("watch")]:
         assert main(command.words[1:]) == 0
     assert (tmp_path / "log" / "report.html").is_file()
+    assert (tmp_path / "runs.html").is_file()
 
 
 def test_event_runs_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,30 +437,30 @@ def _fingerprint() -> str:
 
 
 def test_install_commands_name_existing_extras() -> None:
-    """Would catch an extra missing in setup.py, or Apex from another repository."""
-    tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
-    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n) == "setup")
-    values = {keyword.arg: keyword.value for keyword in call.keywords}
-    extras_node = values["extras_require"]
-    assert isinstance(extras_node, ast.Dict)
-    extras = {key.value for key in extras_node.keys if isinstance(key, ast.Constant)}
+    """Would catch an extra missing in pyproject.toml, or Apex from another repository."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    wheel = f"dist/{NAME}-{__version__}-py3-none-any.whl"
     for command in commands_of_kind("install"):
         if command.words[0] in ("git", "cd"):
             assert command.line in (f"git clone {APEX}", f"git clone {THIS} {NAME}", f"cd {NAME}")
             continue
-        what = command.words[-1]
+        what, _, named = command.words[-1].rstrip("]").partition("[")
         if what.startswith("torch"):
             assert what == f"torch>={LEAST_TORCH}", command
             continue
         if what == "./apex":
             assert "--no-build-isolation" in command.words
             continue
-        assert what.startswith(".["), command
-        assert set(what[2:-1].split(",")) <= extras, command
+        assert what in (".", NAME, wheel, "hatchling"), command
+        assert set(named.split(",")) - {""} <= extras, command
 
 
-def _name(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+def test_init_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a renamed argument of init."""
+    monkeypatch.chdir(tmp_path)
+    for command in commands_of_kind("init"):
+        assert main(command.words[1:]) == 0
 
 
 # ---- flags and links
@@ -438,8 +476,36 @@ def test_links_and_flags_exist(path: Path) -> None:
     assert sorted(set(FLAG.findall(text)) - known) == []
 
 
-def test_every_document_is_linked_from_readme() -> None:
-    """Would catch a page that is not reachable from the README."""
-    links = set(LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
-    missing = [p.name for p in (REPOSITORY / "docs").glob("*.md") if f"docs/{p.name}" not in links]
+def test_headings_of_links_exist() -> None:
+    """Would catch a heading that was renamed where another page links to it."""
+    missing = []
+    for path in DOCUMENTS:
+        for link in LINK.findall(path.read_text(encoding="utf-8")):
+            page, _, anchor = link.partition("#")
+            if anchor and "://" not in link and page.endswith((".md", "")):
+                target = (path.parent / page).resolve() if page else path
+                if target.is_file() and anchor not in anchors(target):
+                    missing.append(f"{path.relative_to(REPOSITORY)}: {link}")
     assert missing == []
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_document_is_in_the_index() -> None:
+    """Would catch a page that a reader of docs/README.md does not find."""
+    index = REPOSITORY / "docs" / "README.md"
+    links = set(LINK.findall(index.read_text(encoding="utf-8")))
+    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {index.name}
+    assert sorted(pages - links) == []
+
+
+def test_readme_links_few_pages() -> None:
+    """Would catch a README that is an index; docs/README.md is the index."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    pages = {link.partition("#")[0] for link in LINK.findall(text)}
+    of_docs = {page for page in pages if page.startswith("docs/") and page.endswith(".md")}
+    assert "docs/README.md" in of_docs and len(of_docs) <= MOST_PAGES_OF_README, of_docs

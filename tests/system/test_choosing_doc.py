@@ -1,0 +1,159 @@
+"""docs/choosing.md: its computed numbers are those of `megatron-edit plan`, its measured ones are
+those of the pages that it cites."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_edit.tools.cli import main
+from tests.harness.launch import REPOSITORY
+from tests.system.test_docs import LINK, commands
+
+PAGE = REPOSITORY / "docs" / "choosing.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+SECONDS_OF_DAY = 86400
+CODE = re.compile(r"`([^`]+)`")
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+def computed(name: str) -> str:
+    """Return the text of the page between a mark and the next end."""
+    found = re.search(rf"<!-- computed: {name} -->\n?(.*?)<!-- end -->", TEXT, re.DOTALL)
+    assert found is not None, f"{PAGE.name} has no computed part {name}"
+    return found[1]
+
+
+def rows(table: str) -> list[list[str]]:
+    """Return the cells of a table without its head."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@cache
+def base_command() -> list[str]:
+    """Return the words of the page's plan command, without its link."""
+    (line,) = (c.words for c in commands() if c.document == "docs/choosing.md")
+    at = line.index("--link")
+    return [*line[1:at], *line[at + 2 :]]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that plans the page's example over a link, with further flags."""
+    monkeypatch.chdir(REPOSITORY)
+
+    def run(link: str, flags: str = "") -> Any:
+        words = shlex.split(flags)
+        files = [word for word in words if word.endswith(".args")]
+        head, *rest = base_command()
+        at = next(i for i, word in enumerate(rest) if word.startswith("--"))
+        argv = [head, *rest[:at], *files, *rest[at:], "--link", link]
+        argv += [*(word for word in words if word not in files), "--json"]
+        assert main(argv) == 0, shlex.join(argv)
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def link_of(cell: str) -> str:
+    """Return the value of --link for "10 Gbit/s"."""
+    return cell.removesuffix("/s").replace(" ", "")
+
+
+def flags_of(cell: str) -> str:
+    """Return the flags of a cell; none if it has no code."""
+    found = CODE.search(cell)
+    return found[1] if found else ""
+
+
+def steps(number: float) -> str:
+    """Return a ratio with two digits, or all digits of its integer part."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def test_shares_are_those_of_the_plan(plan: Any) -> None:
+    """Would catch a changed cost model or configuration, and a flag that plan does not accept."""
+    table = rows(computed("shares"))
+    assert len(table) >= 6
+    for row in table:
+        plain = plan(link_of(row[0]))
+        exchange = plain["strategies"]["ddp"]["exchange_seconds"] / plain["step_seconds"]
+        share = {name: found["share_of_ideal"] for name, found in plain["strategies"].items()}
+        flags = flags_of(row[4])
+        with_flags = ""
+        if flags:
+            found = plan(link_of(row[0]), flags)["strategies"]["edit"]["share_of_ideal"]
+            with_flags = f"{found:.3f}"
+        expected = [row[0], steps(exchange), f"{share['stock']:.3f}", f"{share['edit']:.3f}",
+                    row[4], with_flags]  # fmt: skip
+        assert row == expected
+
+
+def days_of(plan: Any, link: str, flags: str) -> list[float]:
+    """Return days of the training: stock, EDiT, its warm-up, EDiT with a local warm-up."""
+    found = plan(link, flags)
+    step, strategies = found["step_seconds"], found["strategies"]
+    edit, stock = strategies["edit"], strategies["stock"]
+    total, warmup = flag_values()
+    final = round(total * edit["final_phase"]["share_of_training"])
+    synchronous = step + strategies["ddp"]["exposed_seconds"]
+    rounds = (total - warmup - final) * step / edit["share_of_ideal"] + final * synchronous
+    alone = warmup * step * found["replicas"]  # the global batch, on the ranks of one replica
+    seconds = [total * step / stock["share_of_ideal"], warmup * synchronous + rounds,
+               warmup * synchronous, alone + rounds]  # fmt: skip
+    return [value / SECONDS_OF_DAY for value in seconds]
+
+
+@cache
+def flag_values() -> tuple[int, int]:
+    """Return iterations and warm-up steps of the example's configuration."""
+    text = "\n".join((REPOSITORY / word).read_text(encoding="utf-8")
+                     for word in base_command() if word.endswith(".args"))  # fmt: skip
+    found = [re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
+             for name in ("--train-iters", "--edit-warmup-steps")]  # fmt: skip
+    total, warmup = (int(match[1]) for match in found if match)
+    return total, warmup
+
+
+def test_days_follow_from_the_plan(plan: Any) -> None:
+    """Would catch other iterations in the configuration, and another cost of synchronous steps."""
+    total, warmup = flag_values()
+    assert f"{warmup} of {total:,}".replace(",", " ") in TEXT
+    flags = {row[0]: flags_of(row[4]) for row in rows(computed("shares"))}  # the last of a link
+    for row in rows(computed("days")):
+        days = days_of(plan, link_of(row[0]), flags[row[0]])
+        assert row[1:] == [f"{value:.1f}" for value in days], row[0]
+    ideal = total * plan("10Gbit")["step_seconds"] / SECONDS_OF_DAY
+    assert computed("ideal days") == f"{ideal:.1f}"
+
+
+def test_latency_follows_from_the_plan(plan: Any) -> None:
+    """Would catch a changed cost of latency."""
+    shares = [plan("10Gbit", f"--latency {ms}ms")["strategies"]["edit"]["share_of_ideal"]
+              for ms in (30, 100, 200)]  # fmt: skip
+    assert computed("latency") == "{:.3f}, {:.3f} and {:.3f}".format(*shares)
+
+
+def test_measured_numbers_are_in_the_cited_pages() -> None:
+    """Would catch a result that has changed, and a row without a source."""
+    seen = 0
+    for heading, part in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"<!-- computed.*?end -->", "", part, flags=re.DOTALL).splitlines():
+            links = [link.partition("#")[0] for link in LINK.findall(line) if "://" not in link]
+            numbers = NUMBER.findall(CODE.sub("", re.sub(r"\]\([^)]*\)", "]", line)))
+            if not line.startswith("|") or not numbers:
+                continue
+            assert links, f"{heading}: a measured number without a source: {line}"
+            cited = "\n".join((PAGE.parent / link).resolve().read_text(encoding="utf-8")
+                              for link in links if Path(link).suffix == ".md")  # fmt: skip
+            missing = [number for number in numbers if number not in cited]
+            assert missing == [], f"{heading}: {missing} not in {links}"
+            seen += 1
+    assert seen >= 10
