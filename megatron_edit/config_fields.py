@@ -207,6 +207,22 @@ class SettingFields:
         False,
         f"also write scalars of each unit, and of each replica if more than {FEW_REPLICAS}",
     )
+    telemetry: bool = _setting(
+        False,
+        "send OpenTelemetry metrics and spans over OTLP, as the variables OTEL_... say (extra "
+        "metrics); if Megatron's own telemetry is on they join it without this flag",
+    )
+    metrics_port: int | None = _setting(
+        None,
+        "port at which Prometheus scrapes replica 0; replica r uses this port + r (extra metrics)",
+        kind=int,
+    )
+    mlflow_experiment: str | None = _setting(
+        None,
+        "experiment of MLflow to which scalars are written, as the variables MLFLOW_... say (extra "
+        "mlflow)",
+        kind=str,
+    )
     inner_state: str = _setting(
         ALL,
         "whose inner optimizer state is saved; all: that of every replica (exact resume), leader: "

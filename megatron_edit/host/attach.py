@@ -202,7 +202,6 @@ class Attachment:
     def _attach_edit(self, placement: Placement) -> None:
         from megatron_edit.host import data
         from megatron_edit.host.telemetry import TelemetryControl
-        from megatron_edit.host.training import TrainingLoop
 
         if self._config.log_dir is not None:
             check_folder(flag("log_dir"), self._config.log_dir, is_local=True)
@@ -225,12 +224,19 @@ class Attachment:
             self._lock = FolderLock(log_dir)
         events = EventLog(log_dir, placement, name=self._config.replica_name)
         self._telemetry = TelemetryControl(self._config, placement)
-        self._loop = TrainingLoop(
+        self._loop = self._loop_type(
             self._config, self._world, events, self._telemetry, self._device, self._patcher
         )
         self._loop.attach()
         data.share_samples(self._patcher, placement)
         data.gate_dataset_index(self._patcher, self._world)
+
+    @property
+    def _loop_type(self) -> type[TrainingLoop]:
+        """Class that connects the engine to the training loop."""
+        from megatron_edit.host.training import TrainingLoop
+
+        return TrainingLoop
 
     def _wrap_arguments(self) -> None:
         import megatron.training.arguments as arguments

@@ -97,6 +97,7 @@ class _Check:
         """Check the model's configuration, folders, corpus and checkpoint after the validation."""
         from megatron_edit.host.arguments import data_parallel_size
         from megatron_edit.host.preview import check_load
+        from megatron_edit.host.telemetry import check_telemetry
 
         args = found.args
         assert args is not None, "the arguments were not parsed"
@@ -106,6 +107,8 @@ class _Check:
             check_folder(flag("log_dir"), self.config.log_dir)
         if args.save:
             check_folder("--save", args.save)
+        if self.placement is not None:
+            check_telemetry(self.config, self.placement)
         corpus = check_data(args, found.provider)
         checkpoint = check_load(args, self.config, self.sync_mode)
         ranks = args.data_parallel_size
@@ -133,7 +136,7 @@ def _build_model_config(args: Namespace) -> None:
 
 
 def check_command_line(
-    script: Path,
+    script: Path | None,
     words: list[str],
     config: EditConfig,
     placement: Placement | None,
@@ -143,7 +146,7 @@ def check_command_line(
 
     Args:
         script: training script. If it mentions Megatron, it is run up to the point where it would
-            form process groups.
+            form process groups. None checks the flags alone.
         words: its arguments.
         config: settings of this package, from the same command line.
         placement: placement of rank 0; None for a stock run.
@@ -164,7 +167,7 @@ def check_command_line(
 
         check_host()
         check = _Check(config, placement, device, CommandLine())
-        if mentions_megatron(script):
+        if script is not None and mentions_megatron(script):
             return _rehearse(check, script, words, environment)
         return _parse(check, words, environment)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -11,17 +12,17 @@ from megatron.core import parallel_state
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import BLOCKING, OVERLAP
-from megatron_edit.engine import EditEngine
-from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.engine import EditEngine, SyncReport
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.muon import is_layer_wise
 from megatron_edit.host.seams.describe import describe
 from megatron_edit.host.seams.megatron import TensorBoard, Wandb
 from megatron_edit.observe.events import EventLog
+from megatron_edit.observe.listeners import Listener
 from megatron_edit.observe.metrics import LOSS, SyncMetrics
 
 
-class MegatronWriters:
+class MegatronWriters(Listener):
     """Writes scalars to Megatron's writers, which only the last rank of replica 0 has.
 
     W&B accepts no values for past steps, so that a sync is logged there at the iteration of its
@@ -31,8 +32,7 @@ class MegatronWriters:
     Args:
         tensorboard: a `SummaryWriter`, or None.
         wandb: the module `wandb`, or None.
-        engine: gives the number of steps.
-        host: gives Megatron's iteration of the last step.
+        metrics: computes the scalars.
         progress: progress of all replicas.
     """
 
@@ -40,56 +40,55 @@ class MegatronWriters:
         self,
         tensorboard: TensorBoard | None,
         wandb: Wandb | None,
-        engine: EditEngine,
-        host: MegatronHost,
+        metrics: SyncMetrics,
         progress: RunProgress,
     ) -> None:
         self._tensorboard = tensorboard
         self._wandb = wandb
-        self._engine = engine
-        self._host = host
+        self._metrics = metrics
         self._progress = progress
-        # If replicas run at their own speeds there is one loss per round; all are written.
-        every = 1 if progress.is_timed else host.arguments.tensorboard_log_interval
-        self._loss_interval = max(1, every)
+        self._loss_interval = loss_interval(progress)
 
-    def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
+    def on_sync(self, report: SyncReport) -> None:
         """Write the scalars of a sync, to TensorBoard also by samples, as Megatron does, except for
         scalars of single replicas and units."""
-        step = self._iteration_of(step)
+        step, values = self._progress.iteration_of(report.step), self._metrics.values(report)
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
                 if not name.startswith(("edit/replica-", "edit/unit-")):
+                    samples = report.samples_of_all
                     self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
         self._log(values)
 
-    def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
+    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
         """Write mean losses: to TensorBoard those at its interval, to W&B the mean of all."""
         known = [(step, loss) for step, loss in enumerate(losses, first_step) if loss == loss]
         if self._tensorboard is not None:
-            for step, loss in ((self._iteration_of(step), loss) for step, loss in known):
+            for step, loss in ((self._progress.iteration_of(step), loss) for step, loss in known):
                 if step % self._loss_interval == 0:
                     self._tensorboard.add_scalar(LOSS, loss, step)
         if known:
             self._log({LOSS: sum(loss for _, loss in known) / len(known)})
 
-    def flush(self) -> None:
+    def close(self) -> None:
         """Flush TensorBoard's writer to disk."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
-
-    def _iteration_of(self, step: int) -> int:
-        if self._progress.is_timed:  # already an iteration
-            return step
-        return self._host.counters.iteration_of(
-            step, self._host.counters.iteration, self._engine.status.step
-        )
 
     def _log(self, values: Mapping[str, float]) -> None:
         # When a signal ends training, Megatron closes W&B before the last losses are known.
         if self._wandb is not None and self._wandb.run is not None:
             self._wandb.log(dict(values), self._progress.iteration)
+
+
+def loss_interval(progress: RunProgress) -> int:
+    """Return the interval of TensorBoard, in iterations.
+
+    If replicas run at their own speeds there is one loss per round, and all are written.
+    """
+    every = 1 if progress.is_timed else progress.host.arguments.tensorboard_log_interval
+    return max(1, every)
 
 
 def write_run_header(
@@ -101,8 +100,8 @@ def write_run_header(
     resumed_from: Mapping[str, object] | None,
     *,
     is_joining: bool = False,
-) -> None:
-    """Begin the event files, and connect them to Megatron's writers if this rank has them.
+) -> dict[str, Any]:
+    """Begin the event files, and return the content of `run.json`.
 
     Args:
         events: event files of this rank.
@@ -113,8 +112,6 @@ def write_run_header(
         resumed_from: where a resumed run continues; None for a new run.
         is_joining: whether this replica joins a run that others have begun.
     """
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
     engine, host = progress.engine, progress.host
     args = host.arguments
     sync_mode = OVERLAP if engine.settings.overlap else BLOCKING
@@ -131,12 +128,36 @@ def write_run_header(
     events.begin(run, is_joining=is_joining)
     if progress.is_timed:
         events.use_global_progress(progress)
+    return run
+
+
+def connect_writers(events: EventLog, progress: RunProgress, run: Mapping[str, Any]) -> None:
+    """Pass records to Megatron's writers, if this rank has them.
+
+    Args:
+        events: event files of this rank.
+        progress: progress of all replicas.
+        run: content of `run.json`.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if tensorboard is None and wandb is None:
-        return
-    sink = MegatronWriters(tensorboard, wandb, engine, host, progress)
-    metrics = SyncMetrics(args.seq_length, step_bytes, config.log_units_to_tensorboard)
-    events.connect(metrics, sink)
+    if tensorboard is not None or wandb is not None:
+        events.add_listener(MegatronWriters(tensorboard, wandb, metrics_of(run), progress))
+
+
+def metrics_of(run: Mapping[str, Any]) -> SyncMetrics:
+    """Return what computes the scalars of a run, for one writer.
+
+    Args:
+        run: content of `run.json`.
+    """
+    training = run["training"]
+    return SyncMetrics(
+        training["seq_length"],
+        training["inside_bytes_per_step"],
+        run["config"]["log_units_to_tensorboard"],
+    )
 
 
 def inside_bytes(engine: EditEngine, args: Namespace) -> float:

@@ -110,29 +110,40 @@ class Observer:
     def log[R](self, call: Call[R]) -> R:
         """Handle `training_log`: write event files, and record the loss for the next meeting."""
         given = call.arguments
-        self._on_iteration(given["loss_dict"], given["learning_rate"], given["grad_norm"])
+        self.on_iteration(given["loss_dict"], given["learning_rate"], given["grad_norm"])
         return self._lines.log(call)
 
     def evaluate(self, call: Call[Evaluation]) -> Evaluation:
         """Handle `evaluate`: replace its losses by their means over the replicas."""
-        if self._engine.status.step > 0 and self._engine.status.suppresses_joint_actions:
-            return None, None, True  # some replicas are past this evaluation
-        self._engine.clock.pause()  # until all replicas are done: some are slower
-        if not self._engine.meet_without_sync():
+        if not self.begin_evaluation():
             return None, None, True  # the value for an expired time limit: Megatron reports nothing
         call.arguments["forward_step_func"] = self._counting(call.arguments["forward_step_func"])
         with _without_time_limit():
             losses, *rest = call.proceed()
+        self.end_evaluation(losses)
+        return (losses, *rest)
+
+    def begin_evaluation(self) -> bool:
+        """Wait for the other replicas; return whether all of them evaluate."""
+        if self._engine.status.step > 0 and self._engine.status.suppresses_joint_actions:
+            return False  # some replicas are past this evaluation
+        self._engine.clock.pause()  # until all replicas are done: some are slower
+        return self._engine.meet_without_sync()
+
+    def end_evaluation(self, losses: Losses | None) -> None:
+        """Replace losses by their means over the replicas, and record them."""
         self._average(losses, self._engine.gather_evaluation)
         self._on_evaluation(losses)
         self._engine.clock.resume()
-        return (losses, *rest)
+
+    def begin_report(self, split: str) -> None:
+        """Record that the next evaluations are of `split`: `validation` or `test`."""
+        self._split, self._num_sets = split, 0
 
     def report_evaluation[R](self, call: Call[R]) -> R:
         """Handle the report of an evaluation: label results in the middle of a round."""
         given = call.arguments
-        self._split = "test" if given["prefix"].endswith(" on test set") else "validation"
-        self._num_sets = 0
+        self.begin_report("test" if given["prefix"].endswith(" on test set") else "validation")
         if self._engine.status.is_mid_round:
             given["prefix"] += " (mid-round, mean over the replicas)"
         own = given["iteration"]
@@ -159,9 +170,16 @@ class Observer:
         samples = progress.samples if progress.is_timed else int(args.consumed_train_samples)
         self._events.on_evaluation(records.Evaluation(iteration, samples, self._split, loss, name))
 
-    def _on_iteration(
+    def on_iteration(
         self, losses: Losses, lr: float | None, grad_norm: SupportsFloat | None
     ) -> None:
+        """Write event files, and record the loss for the next meeting.
+
+        Args:
+            losses: of the last step by name; in warm-up replaced by their means over the replicas.
+            lr: learning rate of the next step.
+            grad_norm: of the last step.
+        """
         from megatron.training import get_args
 
         if self._engine.status.was_warmup_step and losses:

@@ -45,7 +45,7 @@ from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.elastic import join_hub
 from megatron_edit.host.files import check_data, claim_data_check
 from megatron_edit.host.groups import build_elastic_groups, build_groups
-from megatron_edit.host.metrics import write_run_header
+from megatron_edit.host.metrics import connect_writers, write_run_header
 from megatron_edit.host.model.counters import exit_reason
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
@@ -56,6 +56,7 @@ from megatron_edit.host.observe import (
 )
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.calls import Call, handled_by
+from megatron_edit.host.seams.hook_calls import HookCalls
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
     ModelConfig,
@@ -66,11 +67,18 @@ from megatron_edit.host.seams.megatron import (
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_after_training
+from megatron_edit.host.telemetry import TelemetryControl
 from megatron_edit.host.timers import EditTimers
 from megatron_edit.host.writers import SafeWriter, guard_writers
 from megatron_edit.observe.console import say
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Ending
+
+# Hooks that every step calls, in this order.
+ZERO_GRAD, GRADIENTS = "optimizer.zero_grad", "finalize_model_grads_func"
+STEP, LOG = "optimizer.step", "training_log"
+HOOKS = (ZERO_GRAD, GRADIENTS, STEP, LOG)
+_HOOK_REMEDY = "do not replace functions of Megatron after its model is built"
 
 # What Megatron's `setup_model_and_optimizer` returns.
 type Built = tuple[Sequence[DdpChunk], OptimizerOfLoop, ParamScheduler]
@@ -106,6 +114,7 @@ class TrainingLoop:
         config: settings.
         world: placement of this process, and the stores.
         events: event files.
+        telemetry: OpenTelemetry and MLflow.
         device: device of the parameters.
         patcher: patches Megatron's functions and instances.
     """
@@ -115,12 +124,14 @@ class TrainingLoop:
         config: EditConfig,
         world: ReplicaWorld,
         events: EventLog,
+        telemetry: TelemetryControl,
         device: torch.device,
         patcher: Patcher,
     ) -> None:
         self._config = config
         self._world = world
         self._events = events
+        self._telemetry = telemetry
         self._device = device
         self._patcher = patcher
         self._redirection = Redirection()
@@ -130,7 +141,11 @@ class TrainingLoop:
         self._stop_reason: str | None = None
         self._writers: list[SafeWriter] = []
         self._provider: object = None  # data set provider
+        self._calls = HookCalls(
+            HOOKS, (STEP, LOG), "Megatron's training loop", _HOOK_REMEDY
+        )
         self._cleanup = ExitStack()
+        self._cleanup.callback(telemetry.close)
         self._cleanup.callback(self._report_lost_writes)
         self._cleanup.callback(events.close)
 
@@ -153,7 +168,7 @@ class TrainingLoop:
         for name, around in (
             ("setup_model_and_optimizer", handled_by(self._set_up)),
             ("train", handled_by(self._train)),
-            ("training_log", self._in_run(lambda run, call: run.observer.log(call))),
+            ("training_log", self._in_run(self._log)),
             ("get_start_time_from_progress_log", with_own_world_size),
             ("evaluate", self._in_run(lambda run, call: run.observer.evaluate(call))),
             (
@@ -239,18 +254,26 @@ class TrainingLoop:
                     run.stops.exit_before_training(call.arguments)
                 run.host.counters.set_pending_schedule(0)  # no meeting is pending now
                 run.engine.clock.pause()  # until the first step
+                args = run.host.arguments
+                start, num_skipped = int(args.iteration), len(args.iterations_to_skip)
             result = call.proceed()
         except SystemExit as stop:
             if not stop.code:  # --exit-interval: all replicas exit here, at the same step
                 self._stop_reason = self._reason_of_stop()
                 self._finish()
             raise
+        if run is not None:
+            self._calls.check_end(result[0] - start - num_skipped)
         self._finish()
         if run is not None and run.progress.is_timed:
             result = run.progress.iteration, result[1]
             # Megatron would decide by each replica's own number of steps whether to save.
             save_after_training(call.arguments, *result)
         return result
+
+    def _log[R](self, run: TrainingRun, call: Call[R]) -> R:
+        self._calls.note(LOG)
+        return run.observer.log(call)
 
     def _save(self, call: Call[None]) -> None:
         if self._run is None:
@@ -311,7 +334,7 @@ class TrainingLoop:
         where = (self._world, self._device)
         resumed_from = self._loads.resumed_from
         is_joining = elastic is not None and elastic.is_joining
-        write_run_header(
+        run = write_run_header(
             self._events,
             self._config,
             *where,
@@ -319,6 +342,9 @@ class TrainingLoop:
             None if is_joining else resumed_from,
             is_joining=is_joining,
         )
+        connect_writers(self._events, progress, run)
+        resumes = is_joining or resumed_from is not None
+        self._writers += self._telemetry.connect(self._events, progress, run, resumes=resumes)
         observer = Observer(self._events, engine, host, progress, get_timers())
         if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)
@@ -393,6 +419,7 @@ class TrainingLoop:
         def around_step(step: Callable[[], StepResult]) -> Callable[[], StepResult]:
             @wraps(step)
             def counted() -> StepResult:
+                self._calls.note(STEP)
                 engine.before_step()
                 result = host.attempt_step(step, defers_gather=not engine.status.is_warmup)
                 engine.after_step()
@@ -403,6 +430,7 @@ class TrainingLoop:
         def around_zero[**P](zero_grad: Callable[P, None]) -> Callable[P, None]:
             @wraps(zero_grad)
             def stamped(*args: P.args, **kwargs: P.kwargs) -> None:
+                self._calls.note(ZERO_GRAD)
                 observer.begin_step()  # the first call in Megatron's train_step
                 zero_grad(*args, **kwargs)
 
@@ -441,6 +469,7 @@ class TrainingLoop:
 
         @wraps(finalize)
         def averaging(model: object, num_tokens: Tensor | None = None, **kwargs: object) -> None:
+            self._calls.note(GRADIENTS)
             engine.before_gradients()
             finalize(model, num_tokens, **kwargs)
             engine.average_gradients(num_tokens)

@@ -28,7 +28,7 @@ from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
 from megatron_edit.observe.earlier_runs import files_to_move, move_aside, next_number
 from megatron_edit.observe.line_files import MAX_WAITING_BYTES, LineWriter
-from megatron_edit.observe.metrics import MetricSink, SyncMetrics
+from megatron_edit.observe.listeners import Listener
 from megatron_edit.observe.records import (
     LOSSES,
     RUN,
@@ -134,7 +134,7 @@ class EventLog:
         self._ending: Ending | None = None
         self._has_failed = False
         self._timers: SyncTimers | None = None
-        self._metrics: tuple[SyncMetrics, MetricSink] | None = None
+        self._listeners: list[Listener] = []
         self._global_progress: GlobalProgress | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
 
@@ -162,14 +162,13 @@ class EventLog:
         """
         self._membership = membership
 
-    def connect(self, metrics: SyncMetrics, sink: MetricSink) -> None:
-        """Also write scalars from now on.
+    def add_listener(self, listener: Listener) -> None:
+        """Also pass records on, from now on.
 
         Args:
-            metrics: computes them.
-            sink: the host's writers.
+            listener: receives them; it is closed with the event files.
         """
-        self._metrics = metrics, sink
+        self._listeners.append(listener)
 
     def use_global_progress(self, progress: GlobalProgress) -> None:
         """Count iterations in complete global batches of all replicas (timed rounds).
@@ -204,6 +203,8 @@ class EventLog:
     def on_iteration(self, iteration: Iteration) -> None:
         """Record a finished inner iteration."""
         self._append(self._own_file, iteration.line())
+        for listener in self._listeners:
+            listener.on_iteration(iteration)
         if iteration.replica_step % self._flush_interval == 0:
             self.flush()
 
@@ -217,10 +218,8 @@ class EventLog:
         self._append(self._own_file, digest_line(report))
         if self._is_first_replica:
             self._append(SYNCS, sync_line(report))
-        if self._metrics is not None:
-            metrics, sink = self._metrics
-            samples = report.samples_of_all
-            sink.write(metrics.values(report), report.step, samples)
+        for listener in self._listeners:
+            listener.on_sync(report)
         if self._is_first_replica and self._placement.is_writer:
             say(sync_summary(report))
             for line in loss_rejections(report):
@@ -256,18 +255,22 @@ class EventLog:
             for step, loss in enumerate(losses, start=first_step):
                 total = self._samples.take(step) if samples is None else samples
                 self._append(LOSSES, LossRecord(step, total, None, loss).line())
-        if self._metrics is not None:
-            self._metrics[1].write_losses(first_step, losses)
+        for listener in self._listeners:
+            listener.on_losses(first_step, losses)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation of all replicas."""
         if self._is_first_replica:
             self._append(LOSSES, evaluation.line())
             self.flush()
+        for listener in self._listeners:
+            listener.on_evaluation(evaluation)
 
     def on_end(self, ending: Ending) -> None:
         """Store how training ended; `close` writes it."""
         self._ending = ending
+        for listener in self._listeners:
+            listener.on_end(ending)
 
     def on_message(self, text: str) -> None:
         """Print a line: on the console for replica 0, else in the replica's own file."""
@@ -292,10 +295,7 @@ class EventLog:
             self._attempt(file.flush)
 
     def close(self) -> None:
-        """Close all files, and report how many lines were lost. Idempotent."""
-        if self._metrics is not None:
-            self._metrics[1].flush()
-            self._metrics = None
+        """Close all files and listeners, and report how many lines were lost. Idempotent."""
         self.flush()
         if self._dir is not None and self._header is not None and self._ending is not None:
             self._writer_of(self._own_file).append(self._ending.line(self.num_lost), is_last=True)
@@ -306,6 +306,9 @@ class EventLog:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
 
     @property
     def num_lost(self) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,25 +84,6 @@ TAGS = tuple(
         ("unit-<unit>/anomalies", "replicas", "that were left out"),
     )
 )  # fmt: skip
-
-
-class MetricSink(Protocol):
-    """The host's writers of scalars."""
-
-    def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
-        """Write the scalars of one sync.
-
-        Args:
-            values: by name, all finite.
-            step: the iteration that the sync followed.
-            samples: consumed by all replicas so far.
-        """
-
-    def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """Write mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
-
-    def flush(self) -> None:
-        """Flush the writers."""
 
 
 @dataclass

@@ -56,6 +56,9 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
                 "nominal_replicas",
                 "min_replicas",
                 "hub_token_file",
+                "telemetry",
+                "metrics_port",
+                "mlflow_experiment",
             )
         ),
     ),

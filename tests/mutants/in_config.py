@@ -32,9 +32,9 @@ CONFIG = (
     Mutant(
         id="config/muon-counted-as-adam",
         bug="the planner counts two moments for matrices that have one momentum",
-        file="tools/plan/job.py",
-        old="int(is_half) + 1 if is_muon else vectors",
-        new="vectors",
+        file="tools/plan/storage.py",
+        old="1 if is_muon else moments",
+        new="moments",
         test="pure/test_muon_settings.py::test_plan_counts_one_momentum_per_matrix",
     ),
     Mutant(

@@ -34,7 +34,8 @@ FROZEN = {
     "log_units_to_tensorboard": False, "inner_state": "all", "timeout_seconds": None,
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
     "final_sync_fraction": 0.0, "stl_stages": 3, "hub": None, "replica_name": None,
-    "nominal_replicas": None, "min_replicas": 1, "hub_token_file": None,
+    "nominal_replicas": None, "min_replicas": 1, "hub_token_file": None, "telemetry": False,
+    "metrics_port": None, "mlflow_experiment": None,
 }  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"
@@ -78,6 +79,7 @@ BAD = [
     "--edit-timeout-seconds 0",
     "--edit-timeout-seconds nan",
     "--edit-digest-interval 0",
+    "--edit-metrics-port 0",
     "--edit-strategy sgd",
     "--edit-strategy a-edit --edit-sync-interval 64",
     "--edit-strategy a-edit --edit-sync-seconds 0",

@@ -77,6 +77,17 @@ class RunProgress:
         )
         return max(batches, self.host.counters.loop.train_iters) if samples >= end else batches
 
+    def iteration_of(self, step: int) -> int:
+        """Return Megatron's number of an iteration of the event files.
+
+        Args:
+            step: see docs/events.md; Megatron also counts iterations that it skips.
+        """
+        if self.is_timed:
+            return step
+        counters = self.host.counters
+        return counters.iteration_of(step, counters.iteration, self.engine.status.step)
+
     @contextmanager
     def with_global_counts(self, call: Call[object]) -> Iterator[None]:
         """Let a call of Megatron, and its arguments, count the progress of all replicas.
