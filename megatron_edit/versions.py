@@ -37,7 +37,7 @@ RELEASES = (
 )
 
 
-# Also in setup.py.
+# Also in pyproject.toml.
 OLDEST_TORCH = (2, 6)
 
 

@@ -40,7 +40,7 @@ from megatron_edit.errors import UsageError
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKPOINT = REPOSITORY / "tests" / "fixtures" / "checkpoint_00d2a33" / "checkpoint.tar.xz"
 MAIN = "from megatron_edit.tools.cli import main; raise SystemExit(main())"
-SUBCOMMANDS = ("check", "plan", "patch", "doctor", "inspect", "report", "watch", "compare",
+SUBCOMMANDS = ("init", "check", "plan", "patch", "doctor", "inspect", "report", "watch", "compare",
                "hub")  # fmt: skip
 DOCUMENTS = ("events.md", "flags.md")
 PAGES = "pages"
@@ -111,6 +111,8 @@ def make_surfaces() -> Iterator[Surface]:
         page = f"{PAGES}/{name}.html"
         yield Surface(f"watch-{name}", f"watch --once events/{name}")
         yield Surface(f"report-{name}", f"report events/{name} --output {page}", files=(page,))
+    runs, page = " ".join(f"events/{name}" for name in TRAININGS), f"{PAGES}/runs.html"
+    yield Surface("report-runs", f"report {runs} --output {page}", files=(page,))
     for name, command in REFUSED.items():
         yield Surface(f"refused-{name}", command)
     yield Surface("check", f"check {SCRIPT} {TRAINING} --use-edit --world-size 4")

@@ -6,16 +6,16 @@ import signal
 import sys
 from collections.abc import Callable
 
-from megatron_edit.errors import EditError
+from megatron_edit.errors import EditError, UsageError
 from megatron_edit.tools.cli.common import OneLineParser
 
 __all__ = ["OneLineParser", "exit_code_of"]
 
 
 def exit_code_of(name: str, body: Callable[[], int]) -> int:
-    """Run `body`; an error of this project is printed as one line, and gives its exit code.
+    """Run `body`; an error of this project, and a missing package, give one line.
 
-    SIGTERM is treated like Ctrl-C, so that `body` can clean up.
+    Returns the exit code. SIGTERM is treated like Ctrl-C, so that `body` can clean up.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -23,6 +23,15 @@ def exit_code_of(name: str, body: Callable[[], int]) -> int:
     except EditError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("megatron_edit"):
+            raise
+        print(
+            f"{name}: {error.name}: is not installed; pip install 'megatron_edit[megatron,report]'"
+            ", or add a clone of Megatron-LM to PYTHONPATH",
+            file=sys.stderr,
+        )
+        return UsageError.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130

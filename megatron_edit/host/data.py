@@ -133,9 +133,14 @@ def _is_number(word: str) -> bool:
 
 @contextmanager
 def _own_python_first() -> Iterator[None]:
-    """Put this interpreter first in PATH, so that make finds it if its venv is not activated."""
+    """Put this interpreter first in PATH, so that make finds it if its venv is not activated.
+
+    A venv has no python3-config, whose suffix of modules make uses: the interpreter that the venv
+    was made with has it.
+    """
     path = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
+    own = [Path(sys.executable).parent, Path(sys.base_prefix) / "bin"]
+    os.environ["PATH"] = os.pathsep.join([*map(str, own), path])
     try:
         yield
     finally:

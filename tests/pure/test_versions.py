@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from megatron_edit.errors import HostVersionError
+from megatron_edit.host.seams.probes import megatron_version
 from megatron_edit.versions import OLDEST_TORCH, check_torch
 from tests.harness.launch import REPOSITORY
 
@@ -34,10 +36,19 @@ def test_unsupported_torch_versions_are_refused(version: str) -> None:
 def test_oldest_torch_is_the_same_everywhere() -> None:
     """Package, requirements, and the environment of our tests must agree."""
     oldest = ".".join(map(str, OLDEST_TORCH))
-    assert f'TORCH = "torch>={oldest}"' in (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (required,) = [x for x in project["dependencies"] if x.startswith("torch")]
+    assert required == f"torch>={oldest},<3"
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (pin,) = [line for line in lines if line.startswith("torch")]
     check_torch(pin.removeprefix("torch=="))
+
+
+def test_missing_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback beside neither a clone nor megatron-core, which is an extra."""
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)  # cannot be imported
+    with pytest.raises(HostVersionError, match=r"^Megatron \(not found\): .*\[megatron\]'$"):
+        megatron_version()
 
 
 @pytest.mark.parametrize("place", ["env/lib/site-packages", "."])

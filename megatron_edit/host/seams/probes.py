@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +127,21 @@ def megatron_version() -> str:
 
     Megatron-core queries git in any folder: installed in an environment inside another repository,
     it reports that repository's commit, which is removed here.
+
+    Raises:
+        HostVersionError: there is no Megatron.
     """
-    info = importlib.import_module("megatron.core.package_info")
+    try:
+        info = importlib.import_module("megatron.core.package_info")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("megatron"):  # a package that Megatron needs
+            raise
+        raise HostVersionError(
+            "Megatron (not found)",
+            "neither a clone of Megatron-LM nor megatron-core is on Python's path",
+            "start a script of the clone, add the clone to PYTHONPATH, or "
+            "pip install 'megatron_edit[megatron]'",
+        ) from None
     version: str = info.__version__
     is_clone = Path(info.__file__ or "").parents[2].joinpath(".git").exists()
     return version if is_clone else version.partition("+")[0]
@@ -146,9 +160,17 @@ def check_host() -> None:
     """
     check_torch(str(torch.__version__))
     release_of(megatron_version())
-    for probe in PROBES:
-        if not probe.needed_for:
-            _check(probe)
+    check_probes([probe for probe in PROBES if not probe.needed_for])
+
+
+def check_probes(probes: Iterable[Probe]) -> None:
+    """Check symbols.
+
+    Raises:
+        HostVersionError: a symbol or parameter is missing.
+    """
+    for probe in probes:
+        _check(probe)
 
 
 def failed_probes() -> dict[Probe, str]:

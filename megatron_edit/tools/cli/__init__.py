@@ -13,6 +13,7 @@ from megatron_edit.tools.cli import (
     compare,
     doctor,
     hub,
+    init,
     inspect,
     patch,
     plan,
@@ -22,6 +23,7 @@ from megatron_edit.tools.cli import (
 from megatron_edit.tools.cli.common import OneLineParser
 
 SUBCOMMANDS = {
+    "init": init,
     "check": check,
     "plan": plan,
     "patch": patch,
