@@ -44,9 +44,9 @@ class Contact:
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     @property
-    def longest_pause(self) -> float:
-        """Seconds that it may be without progress while others wait for it."""
-        return max(PROGRESS_SECONDS, PROGRESS_STEPS * (median(self.steps) if self.steps else 0.0))
+    def step_seconds(self) -> float | None:
+        """Length of its steps; None before the first."""
+        return median(self.steps) if self.steps else None
 
 
 class Liveness:
@@ -89,9 +89,16 @@ class Liveness:
         return now - self._contacts[name].progressed if name in self._contacts else 0.0
 
     def is_stuck(self, name: str, waited: float, now: float) -> bool:
-        """Whether a replica has made no progress for too long, of the time that others waited."""
+        """Whether a replica has made no progress for too long, of the time that others waited.
+
+        One that has made no step yet may take as long as the slowest other one.
+        """
         pause = min(waited, self.seconds_since_progress(name, now))
-        return pause > self._contact(name, now).longest_pause
+        step = self._contact(name, now).step_seconds
+        if step is None:
+            known = [contact.step_seconds for contact in self._contacts.values()]
+            step = max((each for each in known if each is not None), default=0.0)
+        return pause > max(PROGRESS_SECONDS, PROGRESS_STEPS * step)
 
     def forget(self, name: str) -> None:
         """Stop watching a replica."""

@@ -210,6 +210,7 @@ class EditEngine:
 
     def before_gradients(self) -> None:
         """In warm-up and in the final phase, sum the counts that the host updates buffers from."""
+        self.state.timeout.follow_step()
         if self.status.is_warmup:
             with self._context():
                 sum_counts(self.host, self.groups)
@@ -408,7 +409,7 @@ class EditEngine:
         if saved.is_at_sync:
             check_identical(self.host, self.groups, "after loading")
         self._flags.post(Flag.MEET if saved.replica.is_asking else Flag.NONE)
-        self.state.timeout.begin(saved.round_seconds)
+        self.state.timeout.begin(saved.round_seconds, self._round_length(saved.replica.step))
         self._begin_local_training()
 
     # ---- phases
@@ -421,7 +422,7 @@ class EditEngine:
         self.state.begin_rounds(self._round_length(self.state.step))
         self._trigger.begin_rounds()
         self.state.begin_phase()
-        self.state.timeout.begin()
+        self.state.timeout.begin(steps=self._round_length(self.state.step))
         message = f"warm-up is over after step {self.state.step}: each replica trains alone"
         self.reporter.on_message(message)
         self._begin_local_training()

@@ -209,6 +209,18 @@ class MeanLoss:
         self._total, self._count, self._before, self._last = 0.0, 0, (0.0, 0), math.nan
 
 
+def _timeout(settings: EngineSettings, groups: EngineGroups) -> AdaptiveTimeout:
+    """The time-outs between replicas. Replicas together make the least steps of a timed round."""
+    timed, meetings = settings.timed, settings.schedule.fragments
+    found = AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout, meetings)
+    if timed is not None and timed.steps is not None:
+        found.timed_steps = timed.steps
+    elif timed is not None:
+        found.timed_seconds = meetings * timed.length
+        found.timed_steps = meetings * timed.min_steps / groups.sync.size
+    return found
+
+
 @dataclass
 class RunState:
     """Run-long state of one rank.
@@ -281,7 +293,7 @@ class RunState:
             rounds=RoundState.fresh(replicas, num_units, assignment, members),
             losses=StepLosses(settings.schedule.interval) if has_step_losses else MeanLoss(),
             clock=clock,
-            timeout=AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout),
+            timeout=_timeout(settings, groups),
             timer=None if timed is None else TimeTrigger(timed.length, clock),
             name=str(groups.sync.rank) if membership is None else membership.name,
         )

@@ -34,6 +34,11 @@ class EngineStatus:
         return self._state.step
 
     @property
+    def timeout_seconds(self) -> float:
+        """How long this rank waits for other replicas that make no progress."""
+        return self._state.timeout.seconds
+
+    @property
     def is_warmup(self) -> bool:
         """Whether gradients are averaged at every step, in the warm-up or in the final synchronous
         phase: there is no anchor."""

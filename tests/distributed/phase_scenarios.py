@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
+from megatron_edit.comm import timeouts
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FIRST_MOMENT
 from tests.distributed.toy import build_engine
@@ -82,3 +85,30 @@ def follow_losses(losses: list[list[float]], tau: int) -> list[int]:
         engine.after_step()
         engine.record_loss(loss if has_loss else float("nan"))
     return [report.step for report in reporter.syncs]
+
+
+def wait_in_warmup(seconds: list[float], minimum: float) -> list[float]:
+    """Make three steps of the warm-up and one after it, of unequal length.
+
+    Args:
+        seconds: of a step, by replica.
+        minimum: lower bound of time-outs, instead of ten minutes.
+
+    Returns:
+        The time-out after each step.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=3, sync_interval=8, num_replicas=len(seconds))
+    engine, _, _ = build_engine(config, SIZES, START)
+    engine.start()
+    timeouts.MIN_TIMEOUT_SECONDS = minimum  # type: ignore[attr-defined]
+    for group in (engine.groups.sync, engine.groups.meeting):
+        timeouts.set_timeout(group, timedelta(seconds=minimum))
+    found = []
+    for _ in range(4):
+        engine.before_step()
+        time.sleep(seconds[engine.groups.sync.rank])
+        engine.before_gradients()
+        engine.average_gradients()
+        engine.after_step()
+        found.append(engine.status.timeout_seconds)
+    return found

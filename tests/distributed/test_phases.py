@@ -59,6 +59,16 @@ def test_moments_are_reset_where_one_replica_has_none() -> None:
         assert any("inner moments are reset" in m for m in result.value["messages"])
 
 
+def test_warmup_waits_as_long_as_its_steps_take() -> None:
+    """A replica waits a second for the other one at every step, with time-outs of at least 0.5 s.
+    Would catch: a constant time-out until the first round is over."""
+    results = run_ranks(f"{MODULE}:wait_in_warmup", 2, ([1.0, 2.0], 0.5), check=True)
+    for result in results:
+        *warmup, first_round = result.value
+        assert min(warmup) >= 4.0  # four steps of this replica
+        assert first_round > 4 * 8 * 1.5  # of the round: 8 steps, as long as the slower replica's
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adacomm_interval_follows_the_loss(ranks: int) -> None:
     """ceil(tau sqrt(F / F_0)); with two ranks only the last has the loss. Would catch: ranks of a

@@ -194,8 +194,8 @@ COMM = (
         id="comm/timeout-grows",
         bug="rounds are timed from the start of training: the time-out only grows",
         file="comm/timeouts.py",
-        old="length, self._began = now - self._began, now",
-        new="length = now - self._began",
+        old="part, self._began = now - self._began, now",
+        new="part = now - self._began",
         test="pure/test_timeouts.py::test_adaptive_timeout_follows_round_length",
     ),
     Mutant(

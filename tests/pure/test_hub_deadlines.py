@@ -113,6 +113,24 @@ def test_replica_without_progress_is_not_waited_for() -> None:
     assert slow.now - waited[0] > 195.0  # the median of its steps is 20 s
 
 
+def test_first_step_may_take_as_long_as_those_of_others() -> None:
+    """A replica that has just joined, with steps of 30 s. Would catch: it is taken out after 60 s
+    of its first step, before its own steps are known."""
+    hub = Hub("a", "b", rounds=1)
+    hub.silent = {"a", "b"}
+    for step in range(1, 5):
+        hub.liveness.progressed("a", (step, 0, 0), hub.now + 30.0 * step)
+    hub.now += 120.0
+    hub.silent = {"b"}
+    hub.run.arrive("a")
+    began = hub.now
+    while not (found := [each for each in hub.wait(0.5) if each == ("b", EVICTED)]):
+        hub.liveness.heard("b", hub.now)
+        hub.liveness.progressed("b", (0, 0, 0), hub.now)
+        assert hub.now - began < 400.0
+    assert found and 295.0 < hub.now - began < 310.0
+
+
 def test_exchange_goes_on_while_it_makes_progress() -> None:
     hub = Hub("a", "b", "c", rounds=1)
     hub.run.arrive("a", "b", "c")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from megatron_edit.comm import heartbeat as heartbeats
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
-from megatron_edit.comm.timeouts import AdaptiveTimeout
+from megatron_edit.comm.timeouts import AdaptiveTimeout, StepTimes
 
 LIMIT = 600.0
 
@@ -193,3 +194,100 @@ def test_heartbeats_are_exchanged_through_the_store() -> None:
         heartbeats.NO_PROGRESS,
         ReplicaProgress(4, 1, 12),
     ]
+
+
+def limits_of(monkeypatch: pytest.MonkeyPatch, **more: float) -> tuple[list[float], Any, Any]:
+    """Return a clock, a time-out, and a function that reads the limit in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    groups = (group(), group())
+    adaptive_timeout = AdaptiveTimeout(groups, is_fixed=False, **more)  # type: ignore[arg-type]
+    return now, adaptive_timeout, lambda: groups[0].timeout.total_seconds()
+
+
+def test_timeout_of_the_warmup_follows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step includes start-up and compilation. Would catch: 10 minutes for steps of 20,
+    whose replicas wait for each other; a limit that shrinks before a replica is as fast."""
+    now, adaptive_timeout, limit = limits_of(monkeypatch)
+    seen = []
+    for seconds in (1200.0, 20.0, 300.0, 30.0):
+        now[0] += seconds
+        adaptive_timeout.follow_step()
+        seen.append(limit())
+    assert seen == [4800.0] * 4
+    now[0] += 1500.0  # an evaluation, or a save, between two steps
+    adaptive_timeout.follow_step()
+    assert limit() == 6000.0
+
+
+def test_timeout_of_the_first_round_follows_its_expected_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """128 steps of 3 minutes; afterwards that of the last round. Fast steps have the minimum."""
+    for seconds, expected in ((180.0, 4 * 128 * 180.0), (0.5, 600.0)):
+        now, adaptive_timeout, limit = limits_of(monkeypatch)
+        for _ in range(10):
+            now[0] += seconds
+            adaptive_timeout.follow_step()
+        assert limit() == max(600.0, 4 * seconds)
+        adaptive_timeout.begin(steps=128)
+        assert limit() == pytest.approx(expected)
+        now[0] += 128 * seconds + 3.0
+        adaptive_timeout.after_round()
+        last = max(600.0, 4 * (128 * seconds + 3.0))
+        assert limit() == pytest.approx(last)
+        now[0] += 100 * seconds  # a slow step does not change the rule of the last round
+        adaptive_timeout.follow_step()
+        assert limit() == pytest.approx(last)
+
+
+def test_timeout_without_warmup_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured when the first round begins, as after a resume before its end."""
+    now, adaptive_timeout, limit = limits_of(monkeypatch)
+    adaptive_timeout.begin(steps=100)
+    assert limit() == 600.0
+    seen = []
+    for _ in range(4):
+        now[0] += 60.0
+        adaptive_timeout.follow_step()
+        seen.append(limit())
+    assert seen == [600.0, 24_000.0, 24_000.0, 24_000.0]
+    adaptive_timeout.begin(1000.0, steps=100)  # a checkpoint has the last round
+    assert limit() == 4000.0
+
+
+def test_timeout_of_a_timed_round_covers_its_least_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A-EDiT: by the clock, or by the least number of steps where these take longer."""
+    now, adaptive_timeout, limit = limits_of(monkeypatch, timed_seconds=600.0, timed_steps=50.0)
+    for seconds, expected in ((1.0, 2400.0), (60.0, 4 * 50 * 60.0)):
+        adaptive_timeout._steps = StepTimes()
+        for _ in range(5):
+            now[0] += seconds
+            adaptive_timeout.follow_step()
+        adaptive_timeout.begin()
+        assert limit() == pytest.approx(expected)
+
+
+def test_timeout_of_fragments_follows_the_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meetings of fragments are parts of a round: a delay may be longer than the time between
+    them. Would catch: 4 x the time since the last meeting of any fragment."""
+    now, adaptive_timeout, limit = limits_of(monkeypatch, meetings=4)
+    adaptive_timeout.begin(steps=100)
+    seen = []
+    for seconds in (200.0, 200.0, 400.0, 400.0, 400.0, 400.0):
+        now[0] += seconds
+        adaptive_timeout.after_round()
+        seen.append(limit())
+    assert seen == [3200.0, 3200.0, pytest.approx(4 * 800 / 3 * 4), 4800.0, 5600.0, 6400.0]
+
+
+def test_given_timeout_does_not_follow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--edit-timeout-seconds N`."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    mine = group()
+    adaptive_timeout = AdaptiveTimeout([mine], is_fixed=True)
+    now[0] += 5000.0
+    adaptive_timeout.follow_step()
+    adaptive_timeout.begin(steps=100)
+    assert mine.timeout == timedelta(seconds=7)

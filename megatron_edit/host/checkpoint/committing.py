@@ -158,22 +158,26 @@ class Committer:
         if self._last is not None:
             self._last.join()
 
-    def wait(self) -> None:
+    def wait(self, timeout_seconds: float = 0.0) -> None:
         """Wait at the end of training until all checkpoints are complete or have failed.
 
         Collective: all ranks of all replicas.
+
+        Args:
+            timeout_seconds: between replicas; the wait for their reports is at least as long.
 
         Raises:
             EditError: the last one, or two in a row, could not be written; on all ranks. Earlier
                 ones are intact.
             ReplicaLostError: global rank 0 does not report the outcome.
         """
-        self._until = time.monotonic() + self._last_wait
+        longest = max(self._last_wait, timeout_seconds)
+        self._until = time.monotonic() + longest
         if self._last is None:
             return
         self._last.join()
         # Global rank 0 may itself wait this long for others before it reports.
-        patience = timedelta(seconds=2 * self._last_wait)
+        patience = timedelta(seconds=2 * longest)
         outcome = self._world.shared_text("save/outcome", self._outcome, patience)
         self._world.wait_for_all_readers("save/outcome-read", patience)
         if outcome:

@@ -121,7 +121,7 @@ class CheckpointWriter:
         Raises:
             EditError: it could not be completed.
         """
-        self._committer.wait()
+        self._committer.wait(self._engine.status.timeout_seconds)
 
     def write(self, plan: SavePlan, call: Call[None]) -> None:
         """Write a checkpoint. All exchanges of the last sync must have landed.
