@@ -33,6 +33,7 @@ FIRST_MOMENT, SECOND_MOMENT = "first", "second"  # moments of the inner optimize
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"  # kinds of sync units
 SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # durations of a sync in event files
 ADAM, SGD, MUON = SUPPORTED_OPTIMIZERS = ("adam", "sgd", "muon")  # values of Megatron's --optimizer
+FP8_GATHER_RECIPES = ("delayed", "tensorwise", "blockwise")  # accepted with --fp8-param-gather
 OPTIMIZERS_WITH_MOMENTS = (ADAM, MUON)  # muon: momentum for matrices, adam for the rest
 FP32_BYTES = 4
 # Reasons in event files for excluding a replica from a unit: non-finite norm of the

@@ -16,6 +16,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import (
     BLOCKING,
+    FP8_GATHER_RECIPES,
     MUON,
     OVERLAP,
     SUPPORTED_OPTIMIZERS,
@@ -205,7 +206,7 @@ def _check_fp8_params(args: Namespace) -> None:
     if not getattr(args, "fp8_param_gather", False):
         return
     recipe = _words_of(getattr(args, "fp8_recipe", None))
-    if not {"delayed", "tensorwise", "blockwise"}.issuperset(recipe):
+    if not set(FP8_GATHER_RECIPES).issuperset(recipe):
         raise UsageError(
             f"--fp8-param-gather with --fp8-recipe {' '.join(recipe)}",
             _LATER,

@@ -29,7 +29,8 @@ def planned(num_replicas: int, world_size: int, **flags: Any) -> Job:
     "layout",
     ["m2", pytest.param("tp2", marks=pytest.mark.full), pytest.param("pp2", marks=pytest.mark.full),
      pytest.param("pp2-untied", marks=pytest.mark.full),
-     pytest.param("tp2-pp2", marks=pytest.mark.full)],
+     pytest.param("tp2-pp2", marks=pytest.mark.full),
+     pytest.param("two-instances-m2", marks=pytest.mark.system)],
 )  # fmt: skip
 @pytest.mark.parametrize("wire", ["fp32", pytest.param("int8", marks=pytest.mark.full)])
 def test_planned_outer_state_and_traffic_match_run(tmp_path: Path, layout: str, wire: str) -> None:
@@ -65,6 +66,7 @@ def test_planned_outer_state_and_traffic_match_run(tmp_path: Path, layout: str, 
         {**PLAIN_DDP, "bf16": True, "optimizer": "sgd"},
         {**PLAIN_DDP, "optimizer": "sgd", "sgd_momentum": 0.0},
         {"use_rotary_position_embeddings": True},
+        {"num_distributed_optimizer_instances": 2},
     ],
     ids=lambda flags: "-".join(map(str, flags)) or "fp32",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import socket
 import sys
 import time
@@ -456,6 +457,32 @@ def test_hung_run_is_stopped(tmp_path: Path, limits: Limits, complaint: str) -> 
     with pytest.raises(RunFailedError, match=complaint):
         run_python("import time; time.sleep(60)", tmp_path / "log", limits)
     assert Limits().exceeded(running=1e9, silent=1e9) == ""
+
+
+def test_automatic_silence_limit_follows_the_longest_silence() -> None:
+    """A line every ten steps of 5 minutes is no silence once it has been seen."""
+    limits = Limits(silent_seconds=1800.0, silent_factor=4)
+    assert limits.exceeded(running=0, silent=1801.0, longest=400.0)
+    assert not limits.exceeded(running=0, silent=11_000.0, longest=3000.0)
+    assert "12000 s" in limits.exceeded(running=0, silent=12_001.0, longest=3000.0)
+    assert Limits(silent_seconds=60.0).exceeded(running=0, silent=61.0, longest=3000.0)
+
+
+def test_growing_event_files_are_no_silence(tmp_path: Path) -> None:
+    """A training that prints nothing and writes event files is not aborted; without them it is."""
+    events = tmp_path / "events"
+    code = (
+        "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1]); folder.mkdir()\n"
+        "for step in range(20):\n"
+        "    time.sleep(0.1); (folder / 'replica-0.jsonl').open('a').write('{}\\n')\n"
+    )
+    command = [sys.executable, "-c", code, str(events)]
+    limits = Limits(silent_seconds=1.2)
+    log = tmp_path / "console.log"
+    follow("run", command, log_path=log, environment={}, limits=limits, events=events)
+    shutil.rmtree(events)
+    with pytest.raises(RunFailedError, match="printed nothing"):
+        follow("run", command, log_path=log, environment={}, limits=limits)
 
 
 def test_failed_run_does_not_stop_others_and_results_are_reused(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
+from megatron_edit.tools.doctor.launch import Report
 from megatron_edit.tools.doctor.links import (
     AllReduceResult,
     MeasuredLink,
@@ -107,7 +110,15 @@ def test_table_aligns_findings_and_remedies() -> None:
         (["--parameters", "0"], "must be positive"),
         (["--step-seconds", "nan"], "must be positive"),
         (["--edit-num-replicas", "x"], "--edit-num-replicas"),
-        (["more"], "is not an argument"),
+        (["more"], "is neither a training script (.py) nor a file of flags (.args)"),
+        (["--shared-dri", "/tmp"], "did you mean --shared-dir?"),
+        (["--step-time", "soon"], "--step-time soon: must be a duration"),
+        (["--edit-num-replica", "2"], "--edit-num-replica: no such flag"),
+        (["--edit-num-replicas", "2", "--replicas", "3"], "must be the same number"),
+        (
+            ["--edit-hub", "nowhere", "--edit-replica-name", "a", "--edit-nominal-replicas", "2"],
+            "--edit-hub nowhere: must be HOST:PORT",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -131,3 +142,48 @@ def test_doctor_runs_on_a_single_machine(
     out = capsys.readouterr().out
     assert "torch " in out and "interfaces" in out and "replica" not in out
     assert "seen by all ranks (1)" in out and list(tmp_path.iterdir()) == []
+
+
+def test_doctor_takes_the_command_line_of_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Script, files, Megatron's flags and words of `plan` are accepted; only some are used."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    flags = tmp_path / "own.args"
+    flags.write_text("--num-layers 2\n--use-edit\n--edit-num-replicas 2\n--edit-device cpu\n")
+    line = ["pretrain_gpt.py", str(flags), "--lr", "1e-3", "--save", str(tmp_path), "--bf16",
+            "--world-size", "2", "--link", "10Gbit", "--device-memory", "80GB"]  # fmt: skip
+    assert main(["doctor", "--no-host", *line]) == 0
+    assert "torch " in capsys.readouterr().out
+
+
+def test_doctor_uses_placement_step_and_hub_of_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launch of a replica of an elastic run is one replica; its hub is measured."""
+    seen: dict[str, Any] = {}
+
+    def examine(launch: Any, **more: Any) -> Report:
+        seen.update(more, launch=launch)
+        return Report()
+
+    def hub_findings(address: HubAddress) -> tuple[list[DoctorFinding], dict[str, Any]]:
+        seen["hub"] = address
+        return [], {}
+
+    monkeypatch.setattr("megatron_edit.tools.doctor.launch.examine", examine)
+    monkeypatch.setattr("megatron_edit.tools.doctor.hub.hub_findings", hub_findings)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert main(["doctor", "--no-host", "--replicas", "2", "--lr", "1", "--step-time", "2s"]) == 0
+    placement = seen["launch"].placement
+    assert (placement.num_replicas, placement.ranks_per_replica) == (2, 2)
+    assert seen["step_seconds"] == 2.0 and "hub" not in seen
+    elastic = "--edit-hub 127.0.0.1:29600 --edit-replica-name a --edit-nominal-replicas 2"
+    assert main(["doctor", "--no-host", "--use-edit", *elastic.split()]) == 0
+    placement = seen["launch"].placement
+    assert (placement.num_replicas, placement.ranks_per_replica) == (1, 4)
+    assert (seen["hub"].host, seen["hub"].port) == ("127.0.0.1", 29600)
+    assert seen["step_seconds"] == 1.0

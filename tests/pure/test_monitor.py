@@ -254,6 +254,27 @@ def test_findings_appear_only_with_their_cause(
         assert found == []
 
 
+def test_silence_of_a_running_training_follows_its_steps(tmp_path: Path) -> None:
+    """Would catch: a training that starts, evaluates or syncs slowly is shown as lost."""
+    folder = SyntheticRun(rounds=3, train_iters=400).write(tmp_path)
+    run = read(folder)
+    assert run.longest_silence == 120.0  # steps of 0.1 s
+    lines = (folder / "replica-0.jsonl").read_text().splitlines()
+    slow = [json.dumps(json.loads(line) | {"seconds": 180.0}) for line in lines if "loss" in line]
+    (folder / "replica-0.jsonl").write_text("\n".join(slow) + "\n")
+    assert read(folder).longest_silence == 0.5 * 100 * 180.0  # the usual --eval-iters
+    change_argv(folder, ["pretrain_gpt.py", "--eval-iters", "0"])
+    assert read(folder).longest_silence == 10 * 180.0
+    for replica in range(4):
+        (folder / f"replica-{replica}.jsonl").write_text("")
+    assert read(folder).longest_silence == 600.0  # before the first step
+
+
+def change_argv(folder: Path, argv: list[str]) -> None:
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"argv": argv}))
+
+
 def test_drift_silence_and_missing_files_are_found(tmp_path: Path) -> None:
     SyntheticRun(rounds=4, train_iters=1000).write(tmp_path)
     path = tmp_path / "replica-2.jsonl"

@@ -50,7 +50,7 @@ def output_of(attachment: Attachment, run: Any, capsys: pytest.CaptureFixture[st
             attachment.__exit__(type(error), error, None)
             raise
     except UsageError as refusal:
-        assert launcher._refuse(refusal, is_first=False) == 2
+        assert launcher.refuse(refusal, is_first=False) == 2
     return capsys.readouterr().err
 
 

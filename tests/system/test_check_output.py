@@ -84,6 +84,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object,
     lines["adds"] = _line(folder / "adds.py", edit_flags(2) + extra[:2])
     lines["ignores"] = _line(folder / "ignores.py", edit_flags(2) + extra)
     lines["alone"] = _line(folder / "alone.py", edit_flags(2))
+    (folder / "own.args").write_text("\n".join(["# a file of flags", *edit_flags(2)]))
+    lines["file"] = ["check", str(folder / "own.args"), "--world-size", "2", "--link", "10Gbit"]
     before = sorted(folder.rglob("*"))
     found = outputs_of(lines, folder)
     assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
@@ -104,6 +106,15 @@ def test_check_describes_run_without_side_effects(
     _, holds, lacks = CASES[name]
     assert all(text in out for text in holds), out
     assert not any(text in out for text in lacks), out
+
+
+def test_flags_are_checked_without_script(outputs: dict[str, tuple[object, str, str]]) -> None:
+    """With a wheel by themselves, with a clone by its pretrain_gpt.py; the output says which."""
+    code, errors, out = outputs["file"]
+    assert (code, errors) == (0, ""), errors
+    first, second = out.splitlines()[:2]
+    assert first == "ok: 2 replicas x 1 ranks, strategy edit"
+    assert second.startswith("no script is given: ") and "not checked" not in out
 
 
 def test_flags_added_by_script_are_accepted(outputs: dict[str, tuple[object, str, str]]) -> None:

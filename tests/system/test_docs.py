@@ -19,6 +19,8 @@ handled by exactly one of:
 | event_runs | run, with synthetic event files instead of trainings |
 | compare_surfaces | run, with one surface |
 | quickstart.sh, test.sh, gpu_check.sh | run with a stub interpreter that records its calls |
+| ft_launcher | checked like torchrun; run by test_ft_launcher.py |
+| the export of Megatron-LM | run by test_export.py |
 | docker, apptainer, enroot, kubectl, sky | their files are checked by test_recipes.py |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | megatron-edit hub, openssl; commands with --edit-hub | run by test_elastic_docs.py |
@@ -138,7 +140,9 @@ def kind_of(command: Command) -> str:
         return "replica" if "scripts/pretrain_gpt.py" in line else "elastic check"
     if words[0] == "openssl":
         return "token"
-    if words[0] == "torchrun":
+    if "PATH_TO_MEGATRON_LM/examples/post_training/modelopt/export.py" in words:
+        return "hugging face"
+    if words[0] in ("torchrun", "ft_launcher"):
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
         return words[1] if words[1] in SUBCOMMANDS else ""
@@ -259,7 +263,7 @@ def test_plan_tables_are_current() -> None:
 def as_check(command: Command) -> list[str]:
     """Return a `megatron-edit check` with the command's EDiT flags, and a tiny model for $FLAGS."""
     words = command.words
-    if words[0] == "torchrun":
+    if words[0] in ("torchrun", "ft_launcher"):
         ranks = [int(words[words.index(name) + 1]) for name in ("--nproc-per-node", "--nnodes")
                  if name in words]  # fmt: skip
         words = words[words.index("pretrain_gpt.py") :]  # with the launcher, or a patched script

@@ -153,6 +153,30 @@ def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
     assert len(below) >= 5 and all(below)
 
 
+def test_page_of_several_runs(driver: Any, tmp_path: Path) -> None:
+    """Five runs, one elastic and one that goes on, with long names; in both color schemes."""
+    runs = {
+        "ddp": SyntheticRun(strategy="ddp", rounds=0, warmup=260),
+        "edit": SyntheticRun(train_iters=400, slow={2: 1.4}, anomalous_replica=1, rollbacks=(12,)),
+        "edit-with-a-long-name-and-tau-16-and-more": SyntheticRun(rounds=12, tau=16),
+        "diloco": SyntheticRun(strategy="diloco", rounds=9),
+    }
+    folders = [made_up.write(tmp_path / name / "log") for name, made_up in runs.items()]
+    epochs = [SyntheticEpoch("abc", 14), SyntheticEpoch("ac", 13, {"b": FENCED})]
+    folders.append(SyntheticElasticRun(epochs, is_over=True).write(tmp_path / "elastic"))
+    for folder in folders[:2]:
+        with (folder / "loss.jsonl").open("a") as file:
+            for iteration in (0, 130, 260):
+                line = {"iteration": iteration, "validation_loss": 3.0, "split": "validation"}
+                file.write(json.dumps(line) + "\n")
+    page = tmp_path / "runs.html"
+    assert main(["report", *map(str, folders), "--output", str(page)]) == 0
+    for width in WIDTHS:
+        for is_dark in (False, True):
+            shot = tmp_path / f"runs-{width}-{is_dark}.png"
+            check(look(driver, page, width, shot, dark=is_dark), 4)
+
+
 def test_comparison_page(driver: Any, tmp_path: Path) -> None:
     """The page of `megatron-edit compare`, in both color schemes."""
     from megatron_edit.tools.compare.page import write_report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from argparse import Namespace
@@ -15,11 +16,18 @@ from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, flag, parse_endpoint
+from megatron_edit.flags import AUTO, USE_EDIT, flag, parse_endpoint
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import host_list
 from megatron_edit.tools.cli.common import option
+from megatron_edit.tools.cli.words import (
+    SCRIPT,
+    SharedValues,
+    TrainingCommand,
+    add_shared_words,
+    hosts_of,
+)
 
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
@@ -33,14 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{parser.description or __doc__} A script that mentions megatron is run until its "
         "ranks would connect; one that never does, such as tools/preprocess_data.py, runs to its "
-        "end."
+        "end. Without SCRIPT, pretrain_gpt.py of the clone is run, if Megatron is one; otherwise "
+        "the flags alone are checked. Files of flags come before all flags."
     )
-    parser.usage = "megatron-edit check SCRIPT ARGS --world-size W"
-    parser.add_argument("script", help="the training script, as given to the launcher")
-    parser.add_argument(
-        "--world-size", type=int, help="ranks of the launch (default: 1, a replica of one rank)"
-    )
-    parser.add_argument("--hosts", help=host_list.HELP)
+    parser.usage = "megatron-edit check [SCRIPT] [FILE.args ...] [ARGS] --world-size W"
+    used = ("--world-size", "--hosts")
+    add_shared_words(parser, used, ranks="1, a replica of one rank")
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
@@ -49,21 +55,51 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: the command would not start.
     """
-    script = training_script(options.script)
-    config = config_from_argv(rest)
-    hosts = None
-    if options.hosts is not None:
-        host_list.refuse_own_launches(config)
-        hosts = host_list.parse_hosts(options.hosts, options.world_size)
+    SharedValues.of(options)  # values that only plan uses must be valid, too
+    command = TrainingCommand.of(rest, others=SCRIPT)
+    given = command.script
+    script = _script_of_clone() if given is None else training_script(given)
+    if options.replicas is not None and USE_EDIT not in command.argv:
+        value, remedy = f"--replicas {options.replicas}", f"add {USE_EDIT}, or drop it"
+        raise UsageError(value, f"has no effect without {USE_EDIT}", remedy)
+    command = command.with_replicas(options.replicas)
+    if given is None and not command.argv:
+        raise UsageError(
+            "no training", "needs a script, a file of flags or flags", "see check --help"
+        )
+    config = config_from_argv(command.argv)
+    hosts = hosts_of(options, config)
+    if hosts is not None:
         options.world_size = len(hosts)
     world_size = _world_size(options.world_size, config)
-    checked = check_script(script, rest, config, world_size)
+    checked = check_script(script, command.argv, config, world_size)
     lines = list(_lines(checked, config, world_size))
+    if given is None:
+        lines.insert(1, f"no script is given: {_what_is_checked(script)}")
+    if script is not None and not checked.is_rehearsed:
+        lines.append(
+            "not checked: the script's own arguments (it is not Megatron's, or its ranks connect "
+            "before it parses them)"
+        )
     if hosts is not None and checked.placement is not None:
         lines += host_list.placement_lines(config, hosts, checked.placement.num_replicas)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0
+
+
+def _script_of_clone() -> Path | None:
+    """Return `pretrain_gpt.py` of Megatron's clone; None where Megatron is a wheel, or missing."""
+    spec = importlib.util.find_spec("megatron")  # imports nothing
+    places = () if spec is None else spec.submodule_search_locations or ()
+    scripts = (Path(place).parent / "pretrain_gpt.py" for place in places)
+    return next((script for script in scripts if script.is_file()), None)
+
+
+def _what_is_checked(script: Path | None) -> str:
+    if script is None:
+        return "Megatron's and EDiT's flags are checked alone (Megatron is no clone)"
+    return f"checked with Megatron's, {script}"
 
 
 def _world_size(given: int | None, config: EditConfig) -> int:
@@ -84,12 +120,12 @@ def _world_size(given: int | None, config: EditConfig) -> int:
 
 
 def check_script(
-    script: Path, words: Sequence[str], config: EditConfig, world_size: int
+    script: Path | None, words: Sequence[str], config: EditConfig, world_size: int
 ) -> CheckedLine:
     """Check the arguments of a training script as a launch would. Imports Megatron.
 
     Args:
-        script: of the training.
+        script: of the training; None checks the flags alone.
         words: its arguments.
         config: EDiT's settings in them.
         world_size: ranks of the launch.
@@ -115,8 +151,7 @@ def check_script(
     if config.use_edit:
         placement = place(replicas, replica, environment)
     # The script's folder first, as in a launch: a clone takes precedence over a wheel.
-    folder = str(script.resolve().parent)
-    if folder not in sys.path:
+    if script is not None and (folder := str(script.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     from megatron_edit.host.checking import check_command_line
 
@@ -188,11 +223,6 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
         yield f"unknown to Megatron, kept for the script: {suggestion}"
     if checked.unknown:
         yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
-    if not checked.is_rehearsed:
-        yield (
-            "not checked: the script's own arguments (it is not Megatron's, or its ranks connect "
-            "before it parses them)"
-        )
 
 
 def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:

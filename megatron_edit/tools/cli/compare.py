@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.command_line import config_from_argv, training_script
+from megatron_edit.constants import TIMEOUT_ROUNDS
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.check import check_script
 from megatron_edit.tools.cli.common import check_installed, option
@@ -49,8 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "megatron_edit SCRIPT ARGS` is added (default: torchrun on this machine)")  # fmt: skip
     add("--link", default="", help="description of the link between replicas, for the title")
     add("--time-limit", type=float, help="seconds after which a run is aborted (default: never)")
-    add("--silence-limit", type=float, default=SILENT_SECONDS, help="seconds without output after "
-        "which a run is aborted (default: %(default)g)")  # fmt: skip
+    add("--silence-limit", type=float, help="seconds without output after which a run is "
+        f"aborted (default: {SILENT_SECONDS:g}, or {TIMEOUT_ROUNDS} times the longest silence "
+        "before)")  # fmt: skip
     add("--list", action="store_true", help="check all runs and list them, but run nothing")
 
 
@@ -70,6 +72,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     _prepare(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
     limits = Limits(options.time_limit, options.silence_limit)
+    if options.silence_limit is None:
+        limits = Limits(options.time_limit, SILENT_SECONDS, TIMEOUT_ROUNDS)
     try:
         outcome = carry_out(plan, folder, limits, _say)
     except KeyboardInterrupt:

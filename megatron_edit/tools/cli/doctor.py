@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import sys
@@ -13,23 +14,44 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.config import EditConfig
 from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.flags import USE_EDIT
-from megatron_edit.tools.cli.common import option, refuse_rest
+from megatron_edit.flags import RESERVED_PREFIXES, USE_EDIT, flag
+from megatron_edit.tools.cli.common import option
 from megatron_edit.tools.cli.hub import parse_address
+from megatron_edit.tools.cli.words import (
+    NUM_REPLICAS,
+    SHARED,
+    SharedValues,
+    TrainingCommand,
+    add_shared_words,
+)
+from megatron_edit.tools.compare.flags import groups
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
+from megatron_edit.tools.plan.values import check_ranks
 
 FOUND_BAD = 1
-_PASSED_ON = ("edit_num_replicas", "edit_replica_id", "edit_rendezvous", "edit_device")
+# Of a training's flags these matter; the others are accepted, so that its command line can be used.
+_PASSED_ON = tuple(map(flag, ("num_replicas", "replica_id", "rendezvous", "device")))
+_OWN = (
+    "--shared-dir", "--hub", "--token-file", "--megatron", "--no-host", "--parameters",
+    "--step-seconds", "--json", "--replicas", *SHARED,
+)  # fmt: skip
+_TYPO = 0.85  # similarity above which an unknown flag is a misspelt option, not one of a training
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
-    for name in _PASSED_ON:
-        parser.add_argument(option(name), help="as in training")
+    parser.usage = "megatron-edit doctor [SCRIPT] [FILE.args ...] [ARGS] [...]"
+    parser.description = (
+        f"{parser.description or __doc__} Of a training's flags {', '.join(_PASSED_ON)} and those "
+        "of its hub are used."
+    )
+    add_shared_words(parser, ("--step-time",))
     parser.add_argument("--shared-dir", metavar="DIR", help="a folder to be visible to all ranks")
     parser.add_argument(
         "--hub", metavar="HOST:PORT", help="the hub of an elastic run: measure the way to it"
@@ -41,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-host", action="store_true", help="do not import Megatron")
     parser.add_argument("--parameters", type=float, default=1e9, help="of the model (default: 1e9)")
     parser.add_argument(
-        "--step-seconds", type=float, default=1.0, help="of an inner step (default: 1)"
+        "--step-seconds", type=float, help="of an inner step (default: --step-time, or 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
@@ -65,10 +87,23 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 
 def _run(options: Namespace, rest: Sequence[str]) -> int:
-    hub = _check(options, rest)
+    command = TrainingCommand.of(rest)
+    _refuse_typos(command.argv)
+    command = command.with_replicas(options.replicas)
+    edit_flags = [
+        word
+        for name, values in groups(command.argv)
+        if name.startswith(RESERVED_PREFIXES) and name != USE_EDIT
+        for word in (name, *values)
+    ]
+    training = config_from_argv([USE_EDIT, *edit_flags])
+    step_seconds = SharedValues.of(options).step or 1.0
+    if options.step_seconds is not None:
+        step_seconds = options.step_seconds
+    hub = _check(options, training, step_seconds)
     from megatron_edit.tools.doctor.launch import Launch, examine  # torch
 
-    launch = Launch.of(_words(options), os.environ)
+    launch = Launch.of(_words(edit_flags, training), os.environ)
     # Before the measurements, as it is slow: rank 0 must report failures before others exit.
     here = _here() if launch.is_first else []
     host = list(_host(options.megatron)) if launch.is_first and not options.no_host else []
@@ -76,7 +111,7 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
         launch,
         folder=None if options.shared_dir is None else Path(options.shared_dir),
         parameters=int(options.parameters),
-        step_seconds=options.step_seconds,
+        step_seconds=step_seconds,
     )
     if not launch.is_first:
         return 0  # global rank 0 prints the report
@@ -95,18 +130,29 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     return FOUND_BAD if is_bad else 0
 
 
-def _check(options: Namespace, rest: Sequence[str]) -> HubAddress | None:
+def _refuse_typos(argv: Sequence[str]) -> None:
+    """Refuse misspelt options of this subcommand; all others belong to the training.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name, _ in groups(argv):
+        if close := difflib.get_close_matches(name, _OWN, n=1, cutoff=_TYPO):
+            raise UsageError(name, "is not an option of doctor", f"did you mean {close[0]}?")
+
+
+def _check(options: Namespace, training: EditConfig, step_seconds: float) -> HubAddress | None:
     """Check the arguments; return where the hub listens, on the rank that measures it.
 
     Raises:
         UsageError: one is wrong.
     """
-    refuse_rest("doctor", rest)
-    for name in ("parameters", "step_seconds"):
-        if not 0 < getattr(options, name) < float("inf"):
-            value = f"{option(name)} {getattr(options, name)}"
-            raise UsageError(value, "must be positive", "give another")
-    if os.environ.get("RANK", "0") != "0" or (options.edit_replica_id or "0") != "0":
+    if options.world_size is not None:
+        check_ranks("--world-size", options.world_size)
+    for name, number in (("parameters", options.parameters), ("step_seconds", step_seconds)):
+        if not 0 < number < float("inf"):
+            raise UsageError(f"{option(name)} {number}", "must be positive", "give another")
+    if os.environ.get("RANK", "0") != "0" or training.replica_id not in (None, 0):
         return None  # other machines may not have the folder: the launch checks it
     for name in ("shared_dir", "megatron"):
         folder = getattr(options, name)
@@ -114,22 +160,27 @@ def _check(options: Namespace, rest: Sequence[str]) -> HubAddress | None:
             raise UsageError(
                 f"{option(name)} {folder}", "is not a folder on this machine", "give one that is"
             )
-    if options.hub is None:
-        if options.token_file is not None:
-            value = f"--token-file {options.token_file}"
+    address, token_file = options.hub or training.hub, options.token_file
+    if address is None:
+        if token_file is not None:
+            value = f"--token-file {token_file}"
             raise UsageError(value, "is the token of a hub", "also give --hub HOST:PORT")
         return None
-    host, port = parse_address("--hub", options.hub)
-    return HubAddress(host, port, read_token("--token-file", options.token_file))
+    host, port = parse_address("--hub", address)
+    token = read_token("--token-file", token_file or training.hub_token_file)
+    return HubAddress(host, port, token)
 
 
-def _words(options: Namespace) -> list[str]:
-    """Return the flags of a training that determine the placement of this process."""
+def _words(edit_flags: Sequence[str], training: EditConfig) -> list[str]:
+    """Return the flags of a training that determine the placement of this process.
+
+    The launch of a replica of an elastic run is one replica.
+    """
     words = [USE_EDIT]
-    for name in _PASSED_ON:
-        if getattr(options, name) is not None:
-            words += [option(name), getattr(options, name)]
-    return words
+    for name, values in groups(edit_flags):
+        if name in _PASSED_ON:
+            words += [name, *values]
+    return words if training.hub is None else [*words, NUM_REPLICAS, "1"]
 
 
 def _here() -> list[DoctorFinding]:

@@ -1,4 +1,4 @@
-"""Make an HTML page with plots from the event files of a finished or running training."""
+"""Make an HTML page with plots from the event files of one training, or of several."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ from megatron_edit.tools.cli.common import check_installed, refuse_rest
 from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun, open_run
 
+RUNS_PAGE = "runs.html"
 BAR_BYTES = 20e6  # smaller files are read without a progress bar
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
-    parser.add_argument("folder", type=Path, help="the folder of --edit-log-dir")
-    parser.add_argument("--output", type=Path, help="the page (default: report.html in the folder)")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN",
+        help="the folder of --edit-log-dir; several runs are put side by side",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path,
+        help=f"the page (default: report.html in the folder; of several runs {RUNS_PAGE} in the "
+             "current folder)",
+    )  # fmt: skip
     add_state_dir(parser)
 
 
@@ -71,22 +79,43 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """
     refuse_rest("report", rest)
     check_installed("matplotlib", "jinja2", "tqdm")
-    from megatron_edit.tools.monitor.page import render_page
-
-    output: Path = options.output or options.folder / "report.html"
-    training = open_run(options.folder, journal_of(options))
+    folders: list[Path] = options.folders
+    is_single = len(folders) == 1
+    if not is_single and options.state_dir is not None:
+        raise UsageError("--state-dir", "belongs to a single run", "leave it out, or name one run")
+    output: Path = options.output or (folders[0] / "report.html" if is_single else Path(RUNS_PAGE))
+    trainings = [open_run(folder, journal_of(options)) for folder in folders]
     target = _target_of(output)
-    read_all(training)
-    check_elastic(training)
-    page = render_page(training)
+    for training in trainings:
+        read_all(training)
+        check_elastic(training)
+    page = _page_of(trainings)
     try:
         write_atomic(target, page)
     except OSError as error:
         raise _unusable(output, f"cannot be written ({error.strerror})") from None
-    for name, count in training.num_damaged.items():
-        sys.stderr.write(f"megatron-edit report: {name}: {count} damaged lines left out\n")
+    for training in trainings:
+        for name, count in training.num_damaged.items():
+            where = name if is_single else training.folder / name
+            sys.stderr.write(
+                to_one_line(f"megatron-edit report: {where}: {count} damaged lines left out") + "\n"
+            )
     sys.stdout.write(to_one_line(f"page: {output}") + "\n")
     return 0
+
+
+def _page_of(trainings: Sequence[MonitoredRun]) -> str:
+    """Return the page of one run; of several runs, whose summary is also printed."""
+    if len(trainings) == 1:
+        from megatron_edit.tools.monitor.page import render_page
+
+        return render_page(trainings[0])
+    from megatron_edit.tools.side_by_side.page import SideBySide, describe_runs, render_runs
+
+    found = SideBySide.of(trainings)
+    page = render_runs(found)
+    sys.stdout.write(describe_runs(found) + "\n\n")
+    return page
 
 
 def read_all(training: MonitoredRun) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_edit.errors import EditError
+from megatron_edit.observe.line_files import stat_or_none
 from megatron_edit.tools.compare.console_log import RunLog
 
 NUM_TAIL_LINES = 40
@@ -51,22 +52,28 @@ class Limits:
     Attributes:
         seconds: of run time; None for no limit.
         silent_seconds: without output; None for no limit.
+        silent_factor: a silence may also be this many times as long as the longest one before it:
+            lines come every few steps, and slow steps take long. 0: it may not.
     """
 
     seconds: float | None = None
     silent_seconds: float | None = None
+    silent_factor: float = 0.0
 
-    def exceeded(self, *, running: float, silent: float) -> str:
+    def exceeded(self, *, running: float, silent: float, longest: float = 0.0) -> str:
         """Return which limit is exceeded, as text; empty if none.
 
         Args:
             running: seconds since the start.
             silent: seconds since the last line.
+            longest: longest silence before, seconds.
         """
         if self.seconds is not None and running > self.seconds:
             return f"was not done after {self.seconds:g} s"
-        if self.silent_seconds is not None and silent > self.silent_seconds:
-            return f"has printed nothing for {self.silent_seconds:g} s"
+        if self.silent_seconds is not None:
+            limit = max(self.silent_seconds, self.silent_factor * longest)
+            if silent > limit:
+                return f"has printed nothing for {limit:g} s"
         return ""
 
 
@@ -102,6 +109,7 @@ def follow(
     environment: Mapping[str, str],
     cwd: Path | None = None,
     limits: Limits | None = None,
+    events: Path | None = None,
 ) -> RunLog:
     """Run `command` to its end; its output goes to `log_path` and into the returned log.
 
@@ -112,6 +120,8 @@ def follow(
         environment: of the command.
         cwd: working directory; None for the present one.
         limits: after which it is aborted; None for no limits.
+        events: folder whose files grow with every step, as a sign that it is not silent; None
+            where there are none. It need not exist.
 
     Raises:
         RunFailedError: the command failed or took too long.
@@ -127,7 +137,7 @@ def follow(
             start_new_session=True,  # Ctrl-C reaches this process only, which ends the ranks
         )
     try:
-        log, reason = _watch(name, process, log_path, limits or Limits())
+        log, reason = _watch(name, process, log_path, limits or Limits(), events)
     finally:
         _stop(process)
     if reason:
@@ -139,11 +149,12 @@ def follow(
 
 
 def _watch(
-    name: str, process: subprocess.Popen[bytes], log_path: Path, limits: Limits
+    name: str, process: subprocess.Popen[bytes], log_path: Path, limits: Limits, events: Path | None
 ) -> tuple[RunLog, str]:
     """Read the log until the process ends or a limit is exceeded."""
     log, lines = RunLog(), _LineBuffer()
     began = heard = time.monotonic()
+    longest, written = 0.0, 0
     with progress_bar(name) as bar, log_path.open("rb") as source:
         while True:
             is_over = process.poll() is not None  # before the read, to get all of its output
@@ -151,13 +162,22 @@ def _watch(
             for line in found:
                 log.feed(line)
             now = time.monotonic()
-            heard = now if found else heard
+            if found or _bytes_in(events) > written:
+                longest, heard, written = max(longest, now - heard), now, _bytes_in(events)
             _show(bar, log)
             if is_over:
                 return log, ""
-            if reason := limits.exceeded(running=now - began, silent=now - heard):
+            if reason := limits.exceeded(running=now - began, silent=now - heard, longest=longest):
                 return log, reason
             time.sleep(POLL_SECONDS)
+
+
+def _bytes_in(folder: Path | None) -> int:
+    """Return the size of all files of a folder; 0 where there is none."""
+    if folder is None or not folder.is_dir():
+        return 0
+    found = (stat_or_none(path) for path in folder.iterdir())
+    return sum(each.st_size for each in found if each is not None)
 
 
 def _show(bar: Bar, log: RunLog) -> None:

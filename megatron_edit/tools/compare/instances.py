@@ -15,7 +15,7 @@ from megatron_edit.flags import flag
 from megatron_edit.tools.compare.flags import canonical, int_flag
 
 INSTANCES_FLAG = "--num-distributed-optimizer-instances"
-_SHARDED_FLAG = "--use-distributed-optimizer"
+SHARDED_FLAG = "--use-distributed-optimizer"
 _EVERY_STAGE = "--no-align-grad-reduce"  # all stages reduce during the backward pass
 _WITH_PIPELINE = ("--use-tp-pp-dp-mapping", _EVERY_STAGE)
 _OPTIMIZERS = ("adam", "sgd")  # the others are sharded layer by layer, over all ranks
@@ -90,9 +90,9 @@ def check_instances(label: str, words: Sequence[str], num_ranks: int) -> None:
     if instances == 1:
         return
     given, what = canonical(words), f"--strategies {label}"
-    if _SHARDED_FLAG not in given:
+    if SHARDED_FLAG not in given:
         rule = "several optimizer instances need the distributed optimizer"
-        raise UsageError(what, rule, f"add {_SHARDED_FLAG}")
+        raise UsageError(what, rule, f"add {SHARDED_FLAG}")
     optimizer = " ".join(given.get("--optimizer", ["adam"]))
     if optimizer not in _OPTIMIZERS:
         rule = f"several optimizer instances need {' or '.join(_OPTIMIZERS)}, not {optimizer}"

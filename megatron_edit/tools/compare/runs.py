@@ -88,6 +88,7 @@ def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:
         log_path=console,
         environment=environment_of_ranks(0 if setting.launcher else setting.num_ranks),
         limits=limits,
+        events=folder / EVENTS,
     )
     reading = read_run(console, folder / EVENTS, kind_of(run))
     if not reading.iterations:

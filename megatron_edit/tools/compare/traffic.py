@@ -28,7 +28,7 @@ class ElementBytes:
     """
 
     gradient: int = 4
-    rest: int = 2
+    rest: float = 2
 
     @classmethod
     def of_flags(cls, has: Callable[[str], bool]) -> ElementBytes:

@@ -99,7 +99,7 @@ def _loss_chart(run: MonitoredRun) -> Chart | None:
             axes.plot(x, y, color=INK, linewidth=1.4, drawstyle="steps-pre", label="mean")
         elif x.size and len(curves) > 1:
             axes.plot(x, _smooth(y), color=INK, linewidth=1.6, label="mean")
-        highest = _limit_y_axis(axes, [y for _, y in curves])
+        highest = limit_y_axis(axes, [y for _, y in curves])
         x, y = run.validation.curve()
         if x.size:
             x, y = x[y <= highest], y[y <= highest]
@@ -124,7 +124,7 @@ def _validation_chart(run: MonitoredRun) -> Chart | None:
     with _line_chart("validation", _x_label(run), "loss (nats per token)") as drawing:
         drawing.axes.plot(x, y, color=INK, label="validation loss", **_marker_style(x))
         _mark_events(drawing.axes, run)
-        _limit_y_axis(drawing.axes, [y])
+        limit_y_axis(drawing.axes, [y])
     text = (
         f"Validation loss: {number(float(y[0]), '.4f')} at first, {number(float(y[-1]), '.4f')} at "
         f"last, {number(float(y.min()), '.4f')} at its lowest."
@@ -175,14 +175,21 @@ def _mark_events(axes: Axes, run: MonitoredRun) -> None:
     axes.set_xlim(first, last)
 
 
-def _limit_y_axis(axes: Axes, columns: Sequence[Array]) -> float:
+def limit_y_axis(axes: Axes, columns: Sequence[Array], share: float = 0.98) -> float:
     """Limit the y axis where the first, high losses or rare peaks would flatten the rest.
+
+    Args:
+        axes: of the chart.
+        columns: losses of all curves.
+        share: of the losses that are always shown.
 
     Returns:
         the highest loss that is shown; infinite without a limit.
     """
-    values = np.concatenate([y for y in columns if y.size])
-    low, usual, high = (float(np.quantile(values, share)) for share in (0, 0.98, 1))
+    values = np.concatenate([np.empty(0), *columns])
+    if not values.size:
+        return math.inf
+    low, usual, high = (float(np.quantile(values, each)) for each in (0, share, 1))
     if values.size >= 50 and high - low > 2 * (usual - low) > 0:
         margin = 0.08 * (usual - low)
         axes.set_ylim(low - margin, usual + 3 * margin)

@@ -12,7 +12,9 @@ from megatron_edit.constants import FIXED
 from megatron_edit.errors import to_one_line
 from megatron_edit.method.strategy import STRATEGIES, Strategy
 from megatron_edit.observe.records import as_count, as_number
+from megatron_edit.tools.compare.flags import int_flag
 
+USUAL_EVAL_ITERS = 100  # Megatron's
 MAX_REPLICAS = 100_000  # far above any real run; each takes some kilobytes of memory
 
 
@@ -50,6 +52,7 @@ class Facts:
         has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
         versions: of the packages that affect the numbers.
         argv: the command line.
+        eval_iters: batches of an evaluation, Megatron's default where not given.
         train_iters: `--train-iters`.
         last_local_step: the last step before the final synchronous phase; None where there is no
             such phase.
@@ -77,6 +80,7 @@ class Facts:
     has_clip: bool
     versions: Mapping[str, str]
     argv: tuple[str, ...]
+    eval_iters: int
     train_iters: int | None
     last_local_step: int | None
     batch_size: int | None
@@ -125,6 +129,7 @@ class Facts:
             has_clip=not _get(config, "no_clip", bool),
             versions={name: _text(version) for name, version in versions.items()},
             argv=_get(found, "argv", _words),
+            eval_iters=_eval_iters(_get(found, "argv", _words)),
             train_iters=_size(sizes, "train_iters", as_count),
             last_local_step=(
                 _size(sizes, "last_local_step", as_count)
@@ -171,6 +176,13 @@ def _words(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError("no list")
     return tuple(_text(word) for word in value)
+
+
+def _eval_iters(argv: tuple[str, ...]) -> int:
+    try:
+        return int_flag(argv, "--eval-iters")
+    except (KeyError, ValueError):
+        return USUAL_EVAL_ITERS
 
 
 def _strategy(value: Any) -> Strategy:

@@ -15,11 +15,10 @@ from megatron_edit.tools.monitor.membership import MembershipHistory, MemberSpan
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import short_name
 from megatron_edit.tools.pages.drawing import COLORS, INK, SVG_INCHES, legend_below, svg_drawing
-from megatron_edit.tools.pages.texts import join_names
+from megatron_edit.tools.pages.texts import join_names, time_unit
 
 MAX_ROWS = 48
 MAX_BARS = 256  # in a row, or lines of epochs; closer ones could not be told apart
-_UNITS = ((172_800.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (180.0, 60.0, "minutes"))
 
 
 class MemberBar(NamedTuple):
@@ -42,7 +41,7 @@ def membership_charts(run: MonitoredRun) -> Iterator[Chart]:
     membership, length = run.membership, run.syncs.elapsed
     if membership.count < 2 or length <= 0:
         return
-    scale, unit = _unit_of(length)
+    scale, unit = time_unit(length)
     rows = _rows(membership)
     height = float(np.clip(1.3 + 0.24 * len(rows), 2.4, 1.3 * SVG_INCHES[1]))
     with svg_drawing("members", height=height) as drawing:
@@ -64,12 +63,6 @@ def membership_charts(run: MonitoredRun) -> Iterator[Chart]:
         axes.set_xlabel(f"{unit} of training since the first sync")
         _add_legend(axes)
     yield Chart("Members", drawing.svg, _text(run), _note(membership, rows))
-
-
-def _unit_of(length: float) -> tuple[float, str]:
-    """Return seconds and name of the unit for a length."""
-    found = ((scale, name) for least, scale, name in _UNITS if length >= least)
-    return next(found, (1.0, "seconds"))
 
 
 def _rows(membership: MembershipHistory) -> list[str]:

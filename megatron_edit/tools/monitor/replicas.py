@@ -37,6 +37,7 @@ class Replica:
         num_skipped: lines without a finite loss.
         tokens: of all lines.
         seconds: of all lines.
+        paces: seconds per x value in charts, by x value, without the first line of a process.
         samples: since the newest sync, or since the run began.
         end: end record of the newest run; None before it.
         ends: end records of all processes, in order.
@@ -57,11 +58,13 @@ class Replica:
     num_skipped: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
+    paces: Bins = field(default_factory=Bins)
     samples: int = 0
     end: Ending | None = None
     ends: list[Ending] = field(default_factory=list)
     lines_lost: int = 0
     _is_after_sync: bool = False
+    _last_x: float | None = None
     _speeds: Bins = field(default_factory=lambda: Bins(128))
     _local_totals: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _pending: list[tuple[float, float]] = field(default_factory=list)
@@ -77,6 +80,7 @@ class Replica:
         """
         self.warmup_steps, self.last_local_step = warmup_steps, last_local_step
         self.samples, self.end, self._is_after_sync = 0, None, False
+        self._last_x = None
         self._pending.clear()
         self._recent.clear()
 
@@ -100,6 +104,9 @@ class Replica:
             self.spikes.add(step.iteration, step.loss)
         else:
             self.num_skipped += 1
+        if self._last_x is not None:
+            self.paces.add(round(x), step.seconds, x - self._last_x)
+        self._last_x = x
         if not self._pending:
             self._first_x = x
         self._pending.append((step.seconds, step.tokens))

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.constants import MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import UsageError, to_one_line
 from megatron_edit.observe.line_files import LineReader, stat_or_none, unreadable_error
 from megatron_edit.observe.records import (
@@ -38,6 +39,8 @@ from megatron_edit.tools.pages.texts import duration
 
 SILENT_SECONDS = 120.0
 SILENT_STEPS = 10  # times the longest recent step of the slowest replica
+SILENT_SYNCS = 4  # times the longest recent sync
+FORWARD_SHARE = 0.5  # at most: of a batch of an evaluation in a step
 WAITING, RUNNING, LOST = "waiting", "running", "lost"  # states other than `ENDS`
 
 
@@ -488,9 +491,20 @@ class MonitoredRun:
         # Runs of older versions write no end record.
         if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
             return FINISHED
-        longest = max((replica.step_seconds for replica in self.members), default=0.0)
-        limit = max(SILENT_SECONDS, SILENT_STEPS * longest)
-        return LOST if self.silence > limit else RUNNING
+        return LOST if self.silence > self.longest_silence else RUNNING
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds without a line that a running training may take: for steps, syncs, evaluations.
+
+        Start-up and the first step are as long as replicas wait for each other.
+        """
+        step = max((replica.step_seconds for replica in self.members), default=0.0)
+        if not step or self.facts is None:
+            return MIN_TIMEOUT_SECONDS
+        sync = max((each.total for each in self.syncs.recent), default=0.0)
+        evaluation = FORWARD_SHARE * step * self.facts.eval_iters
+        return max(SILENT_SECONDS, SILENT_STEPS * step, SILENT_SYNCS * sync, evaluation)
 
     @property
     def is_over(self) -> bool:

@@ -74,11 +74,11 @@ def latest_loss(run: MonitoredRun) -> float:
 # ---- elastic runs
 
 
-def short_name(name: str) -> str:
+def short_name(name: str, letters: int = MAX_NAME_LETTERS) -> str:
     """Return a name for a picture: the middle of a long one is left out."""
-    if len(name) <= MAX_NAME_LETTERS:
+    if len(name) <= letters:
         return name
-    half = (MAX_NAME_LETTERS - 1) // 2
+    half = (letters - 1) // 2
     return f"{name[:half]}\u2026{name[-half:]}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 MAX_NAMES_SHOWN = 8
 UNKNOWN = "–"  # noqa: RUF001 - a typographic dash
+_UNITS = ((172_800.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (180.0, 60.0, "minutes"))
 _STEPS = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "min", 1.0, "s"))
 
 
@@ -41,6 +42,12 @@ def duration(seconds: float | None) -> str:
             rest = int(seconds % size // part)
             return f"{int(seconds // size)} {name}" + (f" {rest} {part_name}" if rest else "")
     return f"{seconds:.0f} s"
+
+
+def time_unit(length: float) -> tuple[float, str]:
+    """Return seconds and name of the unit of an axis that is `length` seconds long."""
+    found = ((scale, name) for least, scale, name in _UNITS if length >= least)
+    return next(found, (1.0, "seconds"))
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import BLOCKING, FP32
 from megatron_edit.host.settings import landing_of, moments_of
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.traffic import ElementBytes, Layout, baseline_bytes
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.machine import Link, Machine
 
@@ -95,20 +96,46 @@ def stock_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, fl
 
     A ring over R ranks has one link out of each host; in a reduce-scatter or an all-gather of n
     bytes it carries (R - 1) / R x n. Tensor and pipeline parallel ranks have rings of their own.
+    Several optimizer instances have smaller rings: `compare/traffic.py`.
 
     Returns:
         The traffic, and the bytes of gradients in `per_host`.
     """
     mesh, numel = job.mesh, job.architecture.numel
+    if mesh.num_instances > 1:
+        return _instance_traffic(job, reduces_by_all_reduce=reduces_by_all_reduce)
     ring = mesh.num_shards * mesh.num_replicas
     share = (ring - 1) / ring if mesh.num_replicas > 1 else 0.0
     inside = mesh.tensor * mesh.pipeline  # ranks that hold the model together
     on_host = numel * min(1.0, mesh.ranks_per_host / inside) * share
     factor = 2 if reduces_by_all_reduce or not job.is_sharded else 1
     gradients = on_host * job.storage.gradient_bytes * factor
-    parameters = on_host * job.storage.parameter_bytes if job.is_sharded else 0.0
+    parameters = on_host * job.gathered_bytes if job.is_sharded else 0.0
     total = gradients + parameters
     replica = numel * share * (total / on_host if on_host else 0.0)
+    return Traffic(replica, total / mesh.ranks_per_host, total, replica), gradients
+
+
+def _instance_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, float]:
+    """Return the same for several optimizer instances over all ranks.
+
+    The launch without replicas has as many instances as a replica.
+    """
+    mesh, storage = job.mesh, job.storage
+    again = storage.gradient_bytes if reduces_by_all_reduce else 0
+
+    def sent(ranks: int, element: ElementBytes) -> float:
+        """Return the bytes that `ranks` consecutive ranks send to others in a step."""
+        machines = mesh.world_size // ranks
+        layout = Layout(machines, ranks, job.architecture.numel, mesh.tensor * mesh.pipeline,
+                        mesh.num_instances)  # fmt: skip
+        return baseline_bytes(layout, num_steps=1, element=element) / machines
+
+    gradients = sent(mesh.ranks_per_host, ElementBytes(storage.gradient_bytes, again))
+    parameters = ElementBytes(0, job.gathered_bytes)
+    total = gradients + sent(mesh.ranks_per_host, parameters)
+    replica = sent(mesh.ranks_per_replica, ElementBytes(storage.gradient_bytes, again))
+    replica += sent(mesh.ranks_per_replica, parameters)
     return Traffic(replica, total / mesh.ranks_per_host, total, replica), gradients
 
 
@@ -291,7 +318,7 @@ def sync_cost(
 
 def lands_in_forward(job: Job, config: EditConfig) -> bool:
     """Return whether syncs land unit by unit in the forward pass."""
-    return job.overlaps_gather and config.sync_mode != BLOCKING
+    return job.overlaps_gather and config.sync_mode != BLOCKING and not config.check_commits
 
 
 def round_of(config: EditConfig, step: float) -> float:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from megatron_edit.command_line import OPTIMIZER, config_from_argv
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import ADAM, MUON, SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.compare.flags import groups, without
-from megatron_edit.tools.compare.traffic import gradient_bytes
-from megatron_edit.tools.plan.model import Architecture, bucket_size, shard_numels
+from megatron_edit.tools.compare.instances import SHARDED_FLAG
+from megatron_edit.tools.plan.model import Architecture, Parameter, bucket_size, shard_numels
+from megatron_edit.tools.plan.storage import Storage
 from megatron_edit.tools.plan.values import (
     LEAST,
     MOST,
@@ -27,12 +27,11 @@ from megatron_edit.tools.plan.values import (
 PUBLISHED_DILOCO = "published-diloco"
 NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)  # strategies that can be planned
 DEFAULT_NAMES = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)
-MOST_SHARDS = 5_000_000  # of all units on all ranks of a replica; each is a number in memory
-# Flags that change buffers or optimizer states in ways that are not implemented here.
-REFUSED = (
-    "--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer",
-    "--optimizer-cpu-offload", "--fp8-param-gather", "--fp4-param-gather",
+# Settings that the planner replaces by the number of replicas.
+_PLACEMENT = (
+    "num_replicas", "hub", "hub_token_file", "replica_name", "nominal_replicas", "min_replicas",
 )  # fmt: skip
+MOST_SHARDS = 5_000_000  # of all units on all ranks of a replica; each is a number in memory
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Mesh:
         ranks_per_replica: K.
         tensor, pipeline, context: sizes of the model parallel groups inside a replica.
         ranks_per_host: ranks of one replica that share a host's link.
+        num_instances: of the distributed optimizer inside a replica, each with all shards.
     """
 
     num_replicas: int
@@ -52,11 +52,17 @@ class Mesh:
     pipeline: int
     context: int
     ranks_per_host: int
+    num_instances: int = 1
 
     @property
     def num_shards(self) -> int:
-        """M: ranks among which Megatron's distributed optimizer shards its state."""
+        """Ranks of a replica that hold the same part of the model, in all optimizer instances."""
         return self.ranks_per_replica // (self.tensor * self.pipeline)
+
+    @property
+    def ranks_per_instance(self) -> int:
+        """M: ranks among which an instance of the distributed optimizer shards its state."""
+        return self.num_shards // self.num_instances
 
     @property
     def num_data_parallel(self) -> int:
@@ -75,44 +81,6 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Storage:
-    """Memory of one element of the model.
-
-    Attributes:
-        parameter_bytes: of a parameter in the model: 2 or 4.
-        gradient_bytes: of a gradient: 4, or 2.
-        num_vectors: fp32 numbers of the optimizer: the main parameter where the model's is in half
-            precision, and the optimizer's state.
-        num_matrix_vectors: the same for matrices that Muon updates.
-    """
-
-    parameter_bytes: int
-    gradient_bytes: int
-    num_vectors: int
-    num_matrix_vectors: int
-
-    @classmethod
-    def from_flags(cls, words: TrainingFlags) -> Storage:
-        """Read Megatron's flags, with Megatron's defaults.
-
-        Raises:
-            UsageError: the planner does not support a flag.
-        """
-        for name in REFUSED:
-            if words.has(name):
-                rule = "the planner counts Megatron's own buffers and optimizer state in fp32 only"
-                raise UsageError(name, rule, "drop the flag")
-        is_bf16, is_fp16 = words.has("--bf16"), words.has("--fp16")
-        if is_bf16 and is_fp16:
-            raise UsageError("--bf16 --fp16", "must be one of them", "drop one")
-        is_half = is_bf16 or is_fp16
-        vectors = int(is_half) + _num_moments(words)
-        is_muon = words.text("--optimizer", ADAM) == MUON  # one momentum for the matrices
-        matrix_vectors = int(is_half) + 1 if is_muon else vectors
-        return cls(2 if is_half else 4, gradient_bytes(words.has), vectors, matrix_vectors)
-
-
-@dataclass(frozen=True)
 class Job:
     """A training.
 
@@ -120,6 +88,7 @@ class Job:
         unit_names: in forward order.
         rank_numels: elements of each unit in the shard of each rank of a replica, [K][units].
         on_rank: parameters of the model on the rank that has most, before sharding by ZeRO.
+        fp8_on_rank: of these, kept in fp8.
         storage: bytes of parameters, gradients and optimizer state.
         is_sharded: whether Megatron's distributed optimizer shards the optimizer state.
         num_micro_batches: of a step, on one rank.
@@ -136,6 +105,7 @@ class Job:
     unit_names: tuple[str, ...]
     rank_numels: tuple[tuple[int, ...], ...]
     on_rank: int
+    fp8_on_rank: int
     storage: Storage
     is_sharded: bool
     num_micro_batches: int
@@ -160,6 +130,18 @@ class Job:
         return sum(p.on_rank(split) for _, p in busiest if p.is_matrix)
 
     @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a parameter when Megatron gathers it, mean over the model."""
+        parameters = self.architecture.parameters()
+        fp8 = sum(p.numel for unit, p in parameters if self.is_fp8(unit, p))
+        wide = self.storage.parameter_bytes
+        return wide - (wide - 1) * fp8 / self.architecture.numel
+
+    def is_fp8(self, unit: str, parameter: Parameter) -> bool:
+        """Return whether a parameter of a unit is kept and gathered in fp8."""
+        return _is_fp8(self.storage, self.architecture, unit, parameter)
+
+    @property
     def flops_per_step(self) -> float:
         """FLOPs of a step of all replicas."""
         each = self.architecture.flops_per_token() * (4 / 3 if self.recomputes else 1)
@@ -171,12 +153,14 @@ class Job:
         Raises:
             UsageError: a setting is invalid, or incompatible with the model.
         """
-        is_given = config_from_argv(self.edit_flags).strategy
-        words = without(self.edit_flags, {flag("strategy"), flag("num_replicas")})
+        given = config_from_argv(self.edit_flags)
+        words = without(self.edit_flags, {flag("strategy"), *map(flag, _PLACEMENT)})
+        if given.hub is not None:  # a result is applied after the commit, as with this flag
+            words = [*without(words, {flag("check_commits")}), flag("check_commits")]
         words += [flag("strategy"), strategy, flag("num_replicas"), str(self.mesh.num_replicas)]
         if flag("use_edit") not in words:
             words.append(flag("use_edit"))
-        if strategy != is_given:  # flags given for another strategy may not apply
+        if strategy != given.strategy:  # flags given for another strategy may not apply
             words = _compatible_flags(words, strategy)
         config = config_from_argv(words)
         _check_rounds(config, len(self.unit_names))
@@ -247,7 +231,7 @@ def read_job(
             "give fewer ranks or layers",
         )
     storage = Storage.from_flags(words)
-    rank_numels, on_rank = _rank_numels(words, architecture, mesh)
+    shards = _shards(words, architecture, mesh, storage)
     batch = words.count("--micro-batch-size") * mesh.num_data_parallel * num_replicas
     total = words.count("--global-batch-size", batch)
     if total % batch:
@@ -260,10 +244,11 @@ def read_job(
         architecture=architecture,
         mesh=mesh,
         unit_names=architecture.unit_names,
-        rank_numels=rank_numels,
-        on_rank=on_rank,
+        rank_numels=shards.by_rank,
+        on_rank=shards.on_rank,
+        fp8_on_rank=shards.fp8_on_rank,
         storage=storage,
-        is_sharded=words.has("--use-distributed-optimizer"),
+        is_sharded=words.has(SHARDED_FLAG),
         num_micro_batches=total // batch,
         tokens_per_step=total * architecture.seq_length,
         overlaps_gather=words.has("--overlap-param-gather"),
@@ -272,6 +257,35 @@ def read_job(
         timeout_minutes=words.count("--distributed-timeout-minutes", 10),
         edit_flags=edit_flags,
     )
+
+
+def _is_fp8(storage: Storage, architecture: Architecture, unit: str, parameter: Parameter) -> bool:
+    """Return whether a parameter is kept in fp8: matrices of layers, by Transformer Engine.
+
+    Embeddings and head are Megatron's own modules, without fp8 parameters.
+    """
+    if not (parameter.is_split and parameter.is_matrix):
+        return False
+    _, _, number = unit.partition("layer.")
+    return bool(number) and storage.is_fp8_layer(int(number), architecture.num_layers)
+
+
+def _num_instances(words: TrainingFlags, num_shards: int) -> int:
+    """Return Megatron's `--num-distributed-optimizer-instances`.
+
+    Raises:
+        UsageError: the ranks cannot be divided among them.
+    """
+    name = "--num-distributed-optimizer-instances"
+    instances = words.count(name, 1)
+    if instances > 1 and not words.has(SHARDED_FLAG):
+        raise UsageError(
+            f"{name} {instances}", f"belongs to {SHARDED_FLAG}", "add it, or drop the flag"
+        )
+    if num_shards % instances:
+        rule = f"must divide the {num_shards} data-parallel ranks of a replica"
+        raise UsageError(f"{name} {instances}", rule, "correct it")
+    return instances
 
 
 def _mesh(
@@ -300,38 +314,64 @@ def _mesh(
             f"must divide the {ranks} ranks of a replica",
             "correct it",
         )
-    return Mesh(num_replicas, ranks, tensor, pipeline, context, per_host)
+    instances = _num_instances(words, ranks // (tensor * pipeline))
+    return Mesh(num_replicas, ranks, tensor, pipeline, context, per_host, instances)
 
 
-def _rank_numels(
-    words: TrainingFlags, architecture: Architecture, mesh: Mesh
-) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return elements by rank and unit, and the parameters of the rank with most of them."""
+@dataclass(frozen=True)
+class _Shards:
+    """The parameters as the ranks of a replica hold them.
+
+    Attributes:
+        by_rank: elements of each unit in the shard of each rank, [K][units].
+        on_rank: parameters of the rank that has most.
+        fp8_on_rank: of these, in fp8.
+    """
+
+    by_rank: tuple[tuple[int, ...], ...]
+    on_rank: int
+    fp8_on_rank: int
+
+
+def _shards(
+    words: TrainingFlags, architecture: Architecture, mesh: Mesh, storage: Storage
+) -> _Shards:
+    """Return the shards of all ranks. Parameters in fp8 have buffers of their own."""
     if architecture.num_layers % mesh.pipeline:
         raise UsageError(
             f"--pipeline-model-parallel-size {mesh.pipeline}",
             f"must divide the {architecture.num_layers} layers",
             "the planner supports equal stages only",
         )
-    is_sharded = words.has("--use-distributed-optimizer")
-    num_shards = mesh.num_shards if is_sharded else 1
+    num_shards = mesh.ranks_per_instance if words.has(SHARDED_FLAG) else 1
     rows: list[tuple[int, ...]] = []
-    largest = 0
+    most = most_fp8 = 0
     for stage in range(mesh.pipeline):
         parameters = architecture.parameters(stage, mesh.pipeline)
-        numel = sum(parameter.on_rank(mesh.tensor) for _, parameter in parameters)
-        largest = max(largest, numel)
+        fp8 = [_is_fp8(storage, architecture, *each) for each in parameters]
+        numels = [parameter.on_rank(mesh.tensor) for _, parameter in parameters]
+        if (numel := sum(numels)) > most:
+            most = numel
+            most_fp8 = sum(n for n, is_fp8 in zip(numels, fp8, strict=True) if is_fp8)
+        buffers = [
+            [each for each, is_fp8 in zip(parameters, fp8, strict=True) if is_fp8 == which]
+            for which in sorted(set(fp8))
+        ]
         size = bucket_size(words, numel=numel, num_shards=mesh.num_shards)
-        shards = shard_numels(
-            parameters,
-            architecture.unit_names,
-            tensor_parallel=mesh.tensor,
-            size=size if stage == 0 else None,  # Megatron overlaps only the first stage
-            num_shards=num_shards,
-            is_tied_over_stages=mesh.pipeline > 1 and not architecture.is_untied,
-        )
-        rows += list(shards) * (mesh.tensor * (mesh.num_shards // num_shards))
-    return tuple(rows), largest
+        tables = [
+            shard_numels(
+                buffer,
+                architecture.unit_names,
+                tensor_parallel=mesh.tensor,
+                size=size if stage == 0 else None,  # Megatron overlaps only the first stage
+                num_shards=num_shards,
+                is_tied_over_stages=mesh.pipeline > 1 and not architecture.is_untied,
+            )
+            for buffer in buffers
+        ]
+        shards = [tuple(map(sum, zip(*each, strict=True))) for each in zip(*tables, strict=True)]
+        rows += shards * (mesh.tensor * (mesh.num_shards // num_shards))
+    return _Shards(tuple(rows), most, most_fp8)
 
 
 def _edit_flags(argv: Sequence[str]) -> list[str]:
@@ -357,37 +397,3 @@ def _compatible_flags(words: Sequence[str], strategy: str) -> list[str]:
                 dropped.append((name, values))
         waiting = dropped
     return kept
-
-
-def _num_moments(words: TrainingFlags) -> int:
-    """Return the number of vectors in the optimizer's state."""
-    optimizer = words.text("--optimizer", ADAM)
-    if optimizer not in SUPPORTED_OPTIMIZERS:
-        raise UsageError(
-            f"--optimizer {optimizer}",
-            f"the planner supports {', '.join(SUPPORTED_OPTIMIZERS)} only",
-            "use one of these",
-        )
-    if optimizer == ADAM:
-        return 2
-    if optimizer == MUON and words.has("--use-distributed-optimizer"):
-        raise UsageError(
-            f"--optimizer {optimizer} --use-distributed-optimizer",
-            "the planner does not model how Megatron distributes matrices among ranks",
-            "drop --use-distributed-optimizer for the plan",
-        )
-    if optimizer == MUON:
-        return 2  # of Adam, which updates all other parameters
-    if words.has("--use-distributed-optimizer"):
-        raise UsageError(
-            f"--optimizer {optimizer}",
-            "Megatron's distributed optimizer supports Adam only",
-            "drop --use-distributed-optimizer and --overlap-param-gather, or use adam",
-        )
-    text = words.text("--sgd-momentum", "0.9")
-    try:
-        has_momentum = float(text) != 0
-    except ValueError:
-        raise UsageError(f"--sgd-momentum {text}", "must be a number", "correct it") from None
-    # The fused SGD of GPUs allocates a momentum of 0, too; torch's does not.
-    return int(has_momentum or words.text("--edit-device", "auto") != "cpu")

@@ -33,17 +33,26 @@ class MemoryItem:
 
 
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
-    """Return the memory of stock Megatron. Activations are not counted."""
-    storage = job.storage
+    """Return the memory of stock Megatron. Activations are not counted.
+
+    For the backward pass Transformer Engine keeps a second, transposed copy of parameters in fp8
+    (`keep the columnwise data` in Megatron's fp8_utils.py), on GPUs that need it (Hopper).
+    """
+    storage, fp8 = job.storage, job.fp8_on_rank
     elements = job.largest_shard if job.is_sharded else job.on_rank
-    vectors = elements * storage.num_vectors
-    if storage.num_matrix_vectors != storage.num_vectors:  # never sharded
-        vectors -= job.matrices_on_rank * (storage.num_vectors - storage.num_matrix_vectors)
-    return (
-        MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes),
+    state = elements * storage.state_bytes
+    if storage.matrix_state_bytes != storage.state_bytes:  # never sharded
+        state -= job.matrices_on_rank * (storage.state_bytes - storage.matrix_state_bytes)
+    parameters = job.on_rank * storage.parameter_bytes - fp8 * (storage.parameter_bytes - 1)
+    parts = (
+        MemoryItem("parameters", DEVICE, parameters),
+        MemoryItem("transposed fp8 parameters", DEVICE, fp8),
         MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes),
-        MemoryItem("optimizer state", DEVICE, vectors * FP32_BYTES),
+        MemoryItem("optimizer state", DEVICE, round(state)),
+        MemoryItem("offloaded optimizer state", HOST, round(elements * storage.host_state_bytes)),
     )
+    optional = ("transposed fp8 parameters", "offloaded optimizer state")
+    return tuple(part for part in parts if part.nbytes or part.name not in optional)
 
 
 def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[MemoryItem, ...]:
@@ -100,6 +109,13 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryIt
     units = depth if landing.is_immediate else 1
     staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.rank_numels)
     yield MemoryItem("staging", DEVICE, FP32_BYTES * staged, is_persistent=False)
+    if config.check_commits:  # `CheckedSync`
+        yield MemoryItem(
+            "averages before the commit", DEVICE, FP32_BYTES * elements, is_persistent=False
+        )
+        yield MemoryItem(
+            "scratch of the comparison", DEVICE, 3 * FP32_BYTES * largest, is_persistent=False
+        )
     moments = moments_of(config).rule
     moment_numel = max(_staged(row, units, is_offloaded=False) for row in job.rank_numels)
     if not landing.is_immediate:

@@ -27,7 +27,7 @@ REFUSED = (
     "--experimental-attention-variant", "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-    "--num-distributed-optimizer-instances", "--attention-output-gate",
+    "--attention-output-gate",
 )  # fmt: skip
 
 

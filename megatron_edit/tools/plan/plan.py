@@ -242,14 +242,12 @@ def _units(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     rows = [("memory of a rank", "device", "host", "")]
-    for part in plan.stock:
-        rows.append((part.name, show_bytes(part.nbytes), "", "stock"))
-    for row in plan.rows:
-        for part in row.parts:
-            shown = show_bytes(part.nbytes)
-            on = (shown, "") if part.place == "device" else ("", shown)
-            note = row.name + ("" if part.is_persistent else ", during a sync")
-            rows.append((part.name, *on, note))
+    named = [("stock", part) for part in plan.stock]
+    named += [(row.name, part) for row in plan.rows for part in row.parts]
+    for name, part in named:
+        shown = show_bytes(part.nbytes)
+        on = (shown, "") if part.place == "device" else ("", shown)
+        rows.append((part.name, *on, name + ("" if part.is_persistent else ", during a sync")))
     yield from aligned(rows)
     yield "activations, and what a save copies to host memory, are not counted"
 

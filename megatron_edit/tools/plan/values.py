@@ -104,6 +104,22 @@ def check_ranks(name: str, ranks: int) -> None:
         raise UsageError(given, f"must be at most {MOST_RANKS}", "give fewer")
 
 
+def check_number(name: str, value: float | None, most: float = MOST) -> None:
+    """Check that a number can be used in a plan.
+
+    Args:
+        name: of its flag.
+        value: None where it is not given.
+        most: the largest value.
+
+    Raises:
+        UsageError: it is out of range.
+    """
+    if value is not None and not LEAST <= value <= most:
+        rule = f"must be from {LEAST:g} to {most:g}"
+        raise UsageError(f"{name} {value:g}", rule, "correct it, or leave it out")
+
+
 def parse_rate(flag: str, text: str) -> float:
     """Parse bits per second: `10Gbit`, `100Mbit/s`, `1.25GB/s`.
 
