@@ -72,8 +72,13 @@ class ReplicaWorld:
         It may host the store, and reports errors. It is global rank 0 unless the ranks of a launch
         were arranged in another order.
         """
+        return self.launch_rank == 0
+
+    @property
+    def launch_rank(self) -> int:
+        """Rank of this process in its launch; with one launch per replica, the global rank."""
         rank = self.scope.global_rank
-        return (rank if self.arrangement is None else self.arrangement.launch_rank(rank)) == 0
+        return rank if self.arrangement is None else self.arrangement.launch_rank(rank)
 
     def arrange(self, by: str) -> None:
         """Find the host of every rank; in a single launch, arrange the ranks in replicas by it.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.hosts import host_lines, straddling_warnings
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.transport import ON_CPU, Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld, join
@@ -92,7 +93,7 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is global rank 0, which prints the report."""
+        """Whether this process is the first of the launch, which prints the report."""
         return self.placement is None or self.placement.global_rank == 0
 
 
@@ -121,11 +122,11 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
         step_seconds: of its inner step.
 
     Returns:
-        The results; on global rank 0 also a failed or lost connection between the ranks.
+        The results; on the first rank also a failed or lost connection between the ranks.
 
     Raises:
         UsageError: the launch cannot be used.
-        ReplicaLostError: the ranks could not connect, and this is not global rank 0.
+        ReplicaLostError: the ranks could not connect, and this is not the first rank.
     """
     report, placement = Report(), launch.placement
     if placement is None:
@@ -137,6 +138,8 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     config = launch.config
     world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     try:
+        if placement.is_single_launch:
+            world.arrange(config.placement)
         all_ranks = _exchange_facts(world, report)
         if all_ranks is not None and placement.num_replicas > 1:
             all_reduce = _measure(world, transport, all_ranks, report)
@@ -162,10 +165,12 @@ def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
     """
     place, store = world.placement, world.shared_store
     size = place.num_replicas * place.ranks_per_replica
-    store.set(f"doctor/rank{place.global_rank}", json.dumps(machine_facts()))
+    store.set(f"doctor/rank{world.launch_rank}", json.dumps(machine_facts()))
     machines: list[dict[str, Any]] = []
     for rank in range(size):
         replica = rank // place.ranks_per_replica
+        if world.arrangement is not None:
+            replica, _ = world.arrangement.find(rank)
         world.wait_for(f"doctor/rank{rank}", world.timeout, replica=replica)
         machines.append(json.loads(store.get(f"doctor/rank{rank}")))
         report.is_single_host = len({entry["host"] for entry in machines}) == 1
@@ -176,6 +181,7 @@ def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
     ]
     report.findings += [
         DoctorFinding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
+        *_placement_findings(world),
         *_different_versions(machines),
         *_findings_on_other_hosts([entry["host"] for entry in machines], unusable),
     ]
@@ -185,6 +191,15 @@ def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
         )
         return None
     return _all_ranks_group(world)
+
+
+def _placement_findings(world: ReplicaWorld) -> Iterator[DoctorFinding]:
+    """Yield which replica is on which hosts, where one launch arranges its ranks in replicas."""
+    if world.arrangement is not None:
+        counts = world.arrangement.counts()
+        yield DoctorFinding("placement", "; ".join(host_lines(counts)))
+        for warning in straddling_warnings(counts):
+            yield DoctorFinding("placement", warning, Level.HINT)
 
 
 def _measure(
@@ -279,7 +294,7 @@ def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
 def _findings_on_other_hosts(
     hosts: list[str], unusable: list[list[DoctorFinding]]
 ) -> Iterator[DoctorFinding]:
-    """Yield the findings on other machines that global rank 0 has not on its own."""
+    """Yield the findings on other machines that the first rank has not on its own."""
     found = [(host, one) for host, several in zip(hosts, unusable, strict=True) for one in several]
     for host, one in dict.fromkeys(found):
         if host != hosts[0] or one not in unusable[0]:
