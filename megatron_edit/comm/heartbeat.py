@@ -38,6 +38,7 @@ class ReplicaProgress(NamedTuple):
 
 
 NO_PROGRESS = ReplicaProgress(-1, -1, -1)
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,23 @@ class Heartbeat:
         text: of the heartbeat.
         has_given_up: whether it has given up the others, and so is not itself lost.
         last_progress: when its counters were last seen to increase.
+        arrival: milliseconds of its inner phase at which it would meet; negative if not known.
     """
 
     progress: ReplicaProgress = NO_PROGRESS
     text: str = ""
     has_given_up: bool = False
     last_progress: float = float("-inf")
+    arrival: int = _UNKNOWN
 
     def updated_with(self, text: str, now: float) -> Heartbeat:
         """The heartbeat after reading `text` at time `now`."""
         if text == self.text:
             return self
-        *numbers, _, has_given_up = map(int, text.split())
+        *numbers, _, has_given_up, arrival = map(int, text.split())
         progress = ReplicaProgress(*numbers)
         last_progress = now if progress != self.progress else self.last_progress
-        return Heartbeat(progress, text, bool(has_given_up), last_progress)
+        return Heartbeat(progress, text, bool(has_given_up), last_progress, arrival)
 
 
 class HeartbeatMonitor:
@@ -75,6 +78,9 @@ class HeartbeatMonitor:
         progress: returns the counters of this rank; called in another thread.
         is_reporting: whether this rank reports for its replica.
         store_host: the replica whose rank 0 hosts the store; None where no replica does.
+        arrival: returns when this replica would meet by its own clock, in seconds of the inner
+            phase, None if not known; called in another thread. Where it is given, this rank always
+            listens.
 
     Attributes:
         is_reporting: see above.
@@ -94,13 +100,14 @@ class HeartbeatMonitor:
         *,
         is_reporting: bool,
         store_host: int | None = None,
+        arrival: Callable[[], float | None] | None = None,
     ) -> None:
         self.is_closed = False
         self.is_listening = self.is_waiting = False
         self.batches = self.steps_of_others = 0
         self.heartbeats = [Heartbeat()] * num_replicas
         self._replica = replica
-        self._progress = progress
+        self._progress, self._arrival = progress, arrival
         self.is_reporting = is_reporting
         self._store_host = store_host
         self._ticks = self._counted = 0
@@ -116,10 +123,12 @@ class HeartbeatMonitor:
             self._ticks += 1
             meetings, exchanges, work = self._progress()
             work_done, flag = work + self.batches, int(self._has_given_up)
-            values = (meetings, exchanges, work_done, self._ticks, flag)
+            arrival = None if self._arrival is None else self._arrival()
+            milliseconds = _UNKNOWN if arrival is None else round(1000 * arrival)
+            values = (meetings, exchanges, work_done, self._ticks, flag, milliseconds)
             store.set(keys[self._replica], " ".join(map(str, values)))
             self._count_steps(store, work)
-        if self.is_listening:
+        if self.is_listening or self._arrival is not None:
             if not store.check(keys):  # at the start some replicas have not reported yet
                 keys = [key for key in keys if store.check([key])]
             found = zip(keys, store.multi_get(keys) if keys else (), strict=True)
@@ -156,6 +165,22 @@ class HeartbeatMonitor:
             self.is_waiting = False  # not after an error: then some replica has still not joined
         finally:
             self.is_listening = False
+
+    def latest_arrival(self) -> float:
+        """When the last of the other replicas would meet by its own clock, as far as known.
+
+        Seconds of the inner phase, which all begin at about the same time. Replicas that have
+        already joined the meeting do not count.
+        """
+        meetings = self._progress().meetings
+        return max(
+            (
+                self.heartbeats[replica].arrival / 1000
+                for replica in self._others
+                if self.heartbeats[replica].progress.meetings == meetings
+            ),
+            default=0.0,
+        )
 
     def overdue(self, began: float, limit: float, now: float) -> list[int]:
         """Return missing replicas at a meeting that have made no progress for too long.

@@ -16,9 +16,11 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.clock import TimeTrigger
 
 KEY = "stop"
 POLL_SECONDS = 0.5
+POLLS_PER_PHASE = 40  # at least: the others need to know when a slow replica will arrive
 JOIN_SECONDS = 10.0  # for a request to the store that is in progress
 
 
@@ -55,6 +57,7 @@ class StopBoard:
         meeting: Group,
         sync: Group,
         step: Callable[[], int],
+        timer: TimeTrigger | None,
     ) -> StopBoard:
         """Create the board of this rank, with its heartbeat monitor.
 
@@ -64,6 +67,7 @@ class StopBoard:
             meeting: counts the records that this rank has sent.
             sync: counts the exchanges that it has begun.
             step: returns the steps of this replica in this launch.
+            timer: requests meetings where replicas run at their own speeds; else None.
         """
         place, is_first = world.scope, control.rank == 0
 
@@ -76,8 +80,12 @@ class StopBoard:
             progress,
             is_reporting=is_first,
             store_host=None if place.is_single_launch else 0,
+            arrival=None if timer is None or not is_first else lambda: timer.arrival,
         )
-        return cls(world.shared_store, heartbeat, is_watching=is_first)
+        poll_seconds = POLL_SECONDS
+        if timer is not None:
+            poll_seconds = min(poll_seconds, timer.length / POLLS_PER_PHASE)
+        return cls(world.shared_store, heartbeat, is_watching=is_first, poll_seconds=poll_seconds)
 
     def announce(self) -> None:
         """Tell all replicas to stop at their next step boundary.

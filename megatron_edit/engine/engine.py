@@ -90,8 +90,9 @@ class EditEngine:
         membership, units = None if elastic is None else elastic.membership, len(host.plan.names)
         self.state = state = RunState.fresh(settings, groups, units, self.clock, membership)
         self._board = StopBoard.open(
-            world, groups.control, groups.meeting, groups.sync, lambda: state.launch_steps
-        )
+            world, groups.control, groups.meeting, groups.sync, lambda: state.launch_steps,
+            state.timer,
+        )  # fmt: skip
         has_digests = not settings.landing.is_immediate
         nbytes = size_of_record(host, state, has_digests=has_digests)
         footprint = Footprint.measure(groups, host.plan, settings, nbytes)
@@ -467,7 +468,8 @@ class EditEngine:
 
     def _should_request_meeting(self) -> bool:
         """Whether this replica's clock requests a meeting; only rank 0's request counts."""
-        return self.state.timer is not None and self.state.timer.after_step()
+        timer, heartbeat = self.state.timer, self._board.heartbeat
+        return timer is not None and timer.after_step(heartbeat.latest_arrival())
 
     def _meet(self, meeting: MeetingPlan) -> None:
         """Run a meeting and its sync, and the next ones at once while no step is left to make."""

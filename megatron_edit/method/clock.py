@@ -6,6 +6,7 @@ uptime, and changes of the host's clock have no effect.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,27 +73,41 @@ class PhaseClock:
 
 @dataclass
 class TimeTrigger:
-    """Requests a meeting as soon as another step would exceed the length of the phase.
+    """Requests a meeting at the end of the phase, or as late as no other replica waits for it.
 
-    A request takes effect one step later, so the next step is counted as if already made.
+    By itself a replica meets after the first step that ends at `length` or later. It goes on where
+    a slower one is predicted to arrive later, as long as a step ends before that time: so it waits
+    for less than a step of its own, not of the slowest replica. A request takes effect one step
+    later, so the next step is counted as if already made.
 
     Attributes:
         length: tau_time, seconds.
         clock: of the inner phase.
         last: its value after the previous step.
+        arrival: its predicted value when this replica, by itself, would meet; None before the first
+            step of a phase. It does not depend on other replicas, who compare it with theirs.
     """
 
     length: float
     clock: PhaseClock
     last: float = 0.0
+    arrival: float | None = None
 
     def restart(self) -> None:
         """Begin a new inner phase now."""
         self.clock.restart()
-        self.last = 0.0
+        self.last, self.arrival = 0.0, None
 
-    def after_step(self) -> bool:
-        """Record the end of a step; return whether the next one should be the last of the phase."""
+    def after_step(self, latest_arrival: float = 0.0) -> bool:
+        """Record the end of a step; return whether the next one should be the last of the phase.
+
+        Args:
+            latest_arrival: of the other replicas, on their clocks, as far as known.
+        """
         now = self.clock.seconds
         step, self.last = now - self.last, now
-        return now + step >= self.length
+        if self.arrival is None or now < self.length:
+            num_steps = max(1, math.ceil((self.length - now) / step)) if step > 0 else 1
+            self.arrival = now + num_steps * step
+        is_early = now + 2 * step <= latest_arrival
+        return now + step >= self.length and not is_early

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +109,83 @@ def test_restarted_trigger_measures_its_first_step() -> None:
     trigger.restart()
     manual.move(6)
     assert trigger.after_step()  # another six seconds would exceed ten
+
+
+def meeting_times(
+    step_seconds: list[float], length: float, *, delay: float, draw: random.Random
+) -> list[float]:
+    """Simulate a phase of replicas with steps of about these seconds; return when each arrives.
+
+    Args:
+        step_seconds: of each replica, by which they vary by up to 5 % either way.
+        length: of the phase.
+        delay: age of what replicas know about each other, seconds.
+        draw: source of the variation.
+    """
+    clocks = [ManualClock() for _ in step_seconds]
+    triggers = [TimeTrigger(length, PhaseClock(clock)) for clock in clocks]
+    published: list[list[tuple[float, float]]] = [[] for _ in step_seconds]
+    ends = [step * draw.uniform(0.95, 1.05) for step in step_seconds]
+    lasts, found = [0.0 for _ in step_seconds], [0.0 for _ in step_seconds]
+    is_requested = [False for _ in step_seconds]
+    while not all(found):
+        replica = min((r for r in range(len(ends)) if not found[r]), key=ends.__getitem__)
+        now = ends[replica]
+        clocks[replica].move(now - lasts[replica])
+        lasts[replica] = now
+        if is_requested[replica]:
+            found[replica] = now
+            continue
+        known = [
+            next((arrival for time, arrival in reversed(each) if time <= now - delay), 0.0)
+            for number, each in enumerate(published)
+            if number != replica and not found[number]
+        ]
+        is_requested[replica] = triggers[replica].after_step(max(known, default=0.0))
+        arrival = triggers[replica].arrival
+        assert arrival is not None
+        published[replica].append((now, arrival))
+        ends[replica] = now + step_seconds[replica] * draw.uniform(0.95, 1.05)
+    return found
+
+
+@given(
+    st.lists(st.floats(0.05, 1.0), min_size=2, max_size=5),
+    st.floats(4.0, 10.0),
+    st.floats(0.0, 0.1),
+    st.integers(0, 1000),
+)
+def test_nobody_meets_early_or_much_after_the_slowest(
+    step_seconds: list[float], length: float, delay: float, seed: int
+) -> None:
+    """Would catch replicas that wait for each other's predictions, and never meet."""
+    times = meeting_times(step_seconds, length, delay=delay, draw=random.Random(seed))
+    assert min(times) >= length - 0.1 * max(step_seconds)
+    assert max(times) <= length + 1.2 * max(step_seconds) + delay
+
+
+def test_fast_replica_waits_for_a_step_of_its_own() -> None:
+    """Would catch: it waits for up to a step of the slowest, which takes four times as long."""
+    waits = []
+    for seed in range(200):
+        draw = random.Random(seed)
+        steps = [0.07, 0.07, 0.28]
+        times = meeting_times(steps, draw.uniform(4.0, 4.5), delay=0.1, draw=draw)
+        waits += [max(times) - time for time in times[:2]]
+    waits.sort()
+    assert sum(waits) / len(waits) < 0.07  # half of a step of its own, and the variation
+    assert waits[len(waits) * 9 // 10] < 0.14
+
+
+def test_arrival_does_not_depend_on_other_replicas() -> None:
+    """Would catch a prediction that grows while a replica goes on for others, which see it."""
+    manual = ManualClock()
+    trigger = TimeTrigger(10.0, PhaseClock(manual))
+    assert trigger.arrival is None
+    found = []
+    for _ in range(7):
+        manual.move(3)
+        found.append((trigger.after_step(20.5), trigger.arrival))
+    assert found == [(False, 12)] * 4 + [(True, 12)] * 3  # 18 s is the last end before 20.5 s
+    trigger.restart()
+    assert trigger.arrival is None

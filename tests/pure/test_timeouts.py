@@ -60,7 +60,7 @@ def waiting(exchanges: int = 0) -> HeartbeatMonitor:
 
 def report(meetings: int, work: int, tick: int = 0, exchanges: int = 0, is_over: int = 0) -> str:
     """The heartbeat text of a replica."""
-    return f"{meetings} {exchanges} {work} {tick} {is_over}"
+    return f"{meetings} {exchanges} {work} {tick} {is_over} -1"
 
 
 def test_progress_of_a_replica_extends_the_wait() -> None:
