@@ -8,7 +8,7 @@ thread of its own, outside of training; heartbeats use the same thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -22,6 +22,18 @@ KEY = "stop"
 POLL_SECONDS = 0.5
 POLLS_PER_PHASE = 40  # at least: the others need to know when a slow replica will arrive
 JOIN_SECONDS = 10.0  # for a request to the store that is in progress
+
+
+class StepState(Protocol):
+    """The steps of a replica."""
+
+    @property
+    def launch_steps(self) -> int:
+        """Steps in this launch."""
+
+    @property
+    def timer(self) -> TimeTrigger | None:
+        """Requests meetings where replicas run at their own speeds; else None."""
 
 
 class StopBoard:
@@ -56,8 +68,7 @@ class StopBoard:
         control: Group,
         meeting: Group,
         sync: Group,
-        step: Callable[[], int],
-        timer: TimeTrigger | None,
+        steps: StepState,
     ) -> StopBoard:
         """Create the board of this rank, with its heartbeat monitor.
 
@@ -66,13 +77,12 @@ class StopBoard:
             control: all ranks of the replica, of which rank 0 reports and polls.
             meeting: counts the records that this rank has sent.
             sync: counts the exchanges that it has begun.
-            step: returns the steps of this replica in this launch.
-            timer: requests meetings where replicas run at their own speeds; else None.
+            steps: of this replica.
         """
-        place, is_first = world.scope, control.rank == 0
+        place, is_first, timer = world.scope, control.rank == 0, steps.timer
 
         def progress() -> ReplicaProgress:
-            return ReplicaProgress(meeting.num_started, sync.num_started, step())
+            return ReplicaProgress(meeting.num_started, sync.num_started, steps.launch_steps)
 
         heartbeat = HeartbeatMonitor(
             place.replica,

@@ -89,10 +89,7 @@ class EditEngine:
         self.clock = clock or PhaseClock()
         membership, units = None if elastic is None else elastic.membership, len(host.plan.names)
         self.state = state = RunState.fresh(settings, groups, units, self.clock, membership)
-        self._board = StopBoard.open(
-            world, groups.control, groups.meeting, groups.sync, lambda: state.launch_steps,
-            state.timer,
-        )  # fmt: skip
+        self._board = StopBoard.open(world, groups.control, groups.meeting, groups.sync, state)
         has_digests = not settings.landing.is_immediate
         nbytes = size_of_record(host, state, has_digests=has_digests)
         footprint = Footprint.measure(groups, host.plan, settings, nbytes)
@@ -468,8 +465,8 @@ class EditEngine:
 
     def _should_request_meeting(self) -> bool:
         """Whether this replica's clock requests a meeting; only rank 0's request counts."""
-        timer, heartbeat = self.state.timer, self._board.heartbeat
-        return timer is not None and timer.after_step(heartbeat.latest_arrival())
+        timer = self.state.timer
+        return timer is not None and timer.after_step(self._board.heartbeat.latest_arrival())
 
     def _meet(self, meeting: MeetingPlan) -> None:
         """Run a meeting and its sync, and the next ones at once while no step is left to make."""

@@ -141,9 +141,7 @@ class TrainingLoop:
         self._stop_reason: str | None = None
         self._writers: list[SafeWriter] = []
         self._provider: object = None  # data set provider
-        self._calls = HookCalls(
-            HOOKS, (STEP, LOG), "Megatron's training loop", _HOOK_REMEDY
-        )
+        self._calls = HookCalls(HOOKS, (STEP, LOG), "Megatron's training loop", _HOOK_REMEDY)
         self._cleanup = ExitStack()
         self._cleanup.callback(telemetry.close)
         self._cleanup.callback(self._report_lost_writes)
