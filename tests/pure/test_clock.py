@@ -182,7 +182,7 @@ def test_arrival_does_not_depend_on_other_replicas() -> None:
     manual = ManualClock()
     trigger = TimeTrigger(10.0, PhaseClock(manual))
     assert trigger.arrival is None
-    found = []
+    found: list[tuple[bool, float | None]] = []
     for _ in range(7):
         manual.move(3)
         found.append((trigger.after_step(20.5), trigger.arrival))
