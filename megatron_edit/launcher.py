@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         script, config = _read(argv)
         _run(script, list(argv[1:]), config)
     except EditError as error:
-        return _refuse(error, is_first=is_first)
+        return refuse(error, is_first=is_first)
     return 0
 
 
@@ -94,7 +94,7 @@ def _destroy_process_groups() -> None:
         dist.destroy_process_group()
 
 
-def _refuse(error: EditError, *, is_first: bool) -> int:
+def refuse(error: EditError, *, is_first: bool) -> int:
     """Print the error and return its exit code; only the first rank prints a global `UsageError`.
 
     The other ranks wait before they exit: torchrun kills all ranks when one exits, and the first

@@ -1,0 +1,70 @@
+"""The settings of EDiT as fields of an optimizer configuration; no Megatron-Bridge needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from megatron_edit.bridge.settings import (
+    NAMES,
+    check_names,
+    class_with_settings,
+    edit_config_of,
+)
+from megatron_edit.config import EditConfig
+from megatron_edit.constants import ADAM
+from megatron_edit.errors import UsageError
+
+
+@dataclasses.dataclass
+class Base:
+    """Stands for Megatron-Bridge's `OptimizerConfig`."""
+
+    lr: float | None = None
+
+
+Settings = class_with_settings("Settings", Base, __name__)
+
+
+def test_fields_are_those_of_edit_config() -> None:
+    """Would catch a setting of the command line that Megatron-Bridge's users do not have."""
+    ours = {spec.name: spec.default for spec in dataclasses.fields(Settings)}
+    theirs = {spec.name: spec.default for spec in dataclasses.fields(EditConfig)}
+    del theirs["use_edit"]
+    assert ours == {"lr": None} | theirs
+    assert set(NAMES) == set(theirs)
+
+
+def test_values_and_presets_reach_edit_config() -> None:
+    """Would catch a value that is dropped, or a strategy without its presets."""
+    config = edit_config_of(Settings(num_replicas=2, sync_interval=64, lr=0.1), ADAM)
+    assert config == EditConfig(use_edit=True, num_replicas=2, sync_interval=64)
+    assert config.outer_lr == 0.8
+
+
+def test_bad_values_are_refused() -> None:
+    """Would catch values that are not checked as on the command line."""
+    with pytest.raises(UsageError, match="must be at least 1"):
+        edit_config_of(Settings(sync_interval=0), ADAM)
+
+
+def test_unknown_names_are_refused() -> None:
+    """Would catch a misspelt setting that is ignored."""
+    check_names({"num_replicas": 2})
+    with pytest.raises(
+        UsageError, match=r"sync_intervall=4: is not a setting .* use sync_interval"
+    ):
+        check_names({"sync_intervall": 4})
+
+
+def test_package_is_imported_without_megatron() -> None:
+    """Would catch an import of Megatron before a script has prepared it for the CPU."""
+    code = (
+        "import sys, megatron_edit.bridge, megatron_edit.bridge.cpu; "
+        "print([name for name in sys.modules if name.startswith('megatron.')])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
