@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from megatron_edit.constants import (
     ADAM,
+    BF16,
     FP8_GATHER_RECIPES,
+    FP32,
     FP32_BYTES,
     MUON,
     SUPPORTED_OPTIMIZERS,
@@ -26,8 +28,8 @@ from megatron_edit.tools.plan.values import TrainingFlags
 REFUSED = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--fp4-param-gather")
 PRECISION_AWARE = "--use-precision-aware-optimizer"
 OFFLOADED, FP8_GATHER = "--optimizer-cpu-offload", "--fp8-param-gather"
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-_BF16 = ("fp32", "bf16")
+_BYTES = {FP32: FP32_BYTES, "fp16": 2, BF16: 2, "fp8": 1}
+_BF16 = (FP32, BF16)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Storage:
         has_fp8 = _has_fp8_parameters(words, is_half=is_half)
         if words.has(PRECISION_AWARE):
             _check_precision_aware(words, is_half=is_half)
-            if _dtype(words, "--main-grads-dtype", _BF16) == "bf16":
+            if _dtype(words, "--main-grads-dtype", _BF16) == BF16:
                 gradient = 2
             state = matrix = _precision_aware_bytes(words, is_bf16=is_bf16)
         host = 0.0
