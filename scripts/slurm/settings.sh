@@ -62,6 +62,8 @@ check_settings() {
         "change it in $settings"
     for name in EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE \
         EDIT_ELASTIC_FLAGS_FILE; do
+        # A script may be in the image: `megatron-edit check`, which runs there, will look for it.
+        [ "$name" != EDIT_SCRIPT ] || [ -z "$EDIT_CONTAINER" ] || continue
         [ -f "${!name}" ] || refuse "$name=${!name}" "no such file" "change it in $settings"
     done
     [ -n "$EDIT_DIR" ] || refuse "EDIT_DIR (empty)" "must name a folder" "change it in $settings"
