@@ -51,10 +51,15 @@ class EditCallback:
     ) -> None:
         attachment, self._attachment = self._attachment, None
         assert attachment is not None, "left before it was entered"
+        if isinstance(error, SystemExit) and not error.code:  # Bridge's way of an early end
+            kind = error = trace = None
+        try:
+            if error is None:
+                attachment.loop.check_trained()
+        except EditError as cause:
+            kind, error, trace = type(cause), cause, cause.__traceback__
         found = error if isinstance(error, EditError) else None
         try:
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                attachment.loop.check_trained()
             attachment.__exit__(kind, error, trace)
         except EditError as cause:
             found = cause

@@ -1,8 +1,8 @@
 """Heartbeats: the progress of each replica, reported through the shared store.
 
-Rank 0 of every replica reports it twice a second, and ranks that wait for other replicas read it,
-all in the thread that watches for stop requests: a store that does not answer blocks no training.
-So a waiting rank can tell slow replicas from lost ones.
+Rank 0 of every replica reports it at least twice a second, and ranks that wait for other replicas
+read it, all in the thread that watches for stop requests: a store that does not answer blocks no
+training. So a waiting rank can tell slow replicas from lost ones.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from megatron_edit.method.clock import TimeTrigger
 
 KEY = "stop"
 POLL_SECONDS = 0.5
+LEAST_POLL_SECONDS = 0.05
 POLLS_PER_PHASE = 40  # at least: the others need to know when a slow replica will arrive
 JOIN_SECONDS = 10.0  # for a request to the store that is in progress
 
@@ -94,7 +95,9 @@ class StopBoard:
         )
         poll_seconds = POLL_SECONDS
         if timer is not None:
-            poll_seconds = min(poll_seconds, timer.length / POLLS_PER_PHASE)
+            poll_seconds = min(
+                poll_seconds, max(LEAST_POLL_SECONDS, timer.length / POLLS_PER_PHASE)
+            )
         return cls(world.shared_store, heartbeat, is_watching=is_first, poll_seconds=poll_seconds)
 
     def announce(self) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_edit.comm.hosts import Arrangement, arrange, read_placement
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.replica_ids import POLL_INTERVAL, LaunchRegistry, launch_key
-from megatron_edit.constants import MIN_TIMEOUT_SECONDS
+from megatron_edit.constants import BY_RANKS, MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import flag, parse_endpoint
 
@@ -94,9 +94,11 @@ class ReplicaWorld:
             ReplicaLostError: a rank did not report its host.
         """
         place = self.scope
+        by = by if place.is_single_launch else BY_RANKS  # launches cannot exchange their ranks
         self.shared_store.set(_host_key(place.global_rank), socket.gethostname())
         hosts = json.loads(self.shared_text("hosts", self._gather_hosts, JOIN_TIMEOUT))
         file = json.loads(self.shared_text("placement", lambda: _read_placement(by), JOIN_TIMEOUT))
+        self.wait_for_all_readers("placement/read", JOIN_TIMEOUT)  # before one may refuse and exit
         if file["refusal"] is not None:
             raise UsageError(*file["refusal"])
         self.arrangement = arrange(hosts, place.num_replicas, by, file["text"])
@@ -133,12 +135,12 @@ class ReplicaWorld:
     def shared_text(
         self, key: str, make: Callable[[], str], timeout: timedelta = SETUP_TIMEOUT
     ) -> str:
-        """Share a text that the first process creates with all ranks of all replicas.
+        """Share a text that global rank 0 creates with all ranks of all replicas.
 
         Raises:
-            ReplicaLostError: it was not created within `timeout`.
+            ReplicaLostError: rank 0 did not create it within `timeout`.
         """
-        if self.is_first:
+        if self.scope.global_rank == 0:
             self.shared_store.set(key, make())
         self.wait_for(key, timeout, replica=0)
         return str(self.shared_store.get(key).decode())

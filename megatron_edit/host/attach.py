@@ -148,7 +148,7 @@ class Attachment:
     ) -> None:
         engine = None if self._loop is None else self._loop.engine
         loss: EditError | None = None
-        if isinstance(error, UsageError) and engine is None:
+        if isinstance(error, UsageError):
             self._set_is_local(error)
         elif isinstance(error, Exception) and not isinstance(error, EditError):
             loss = self._refusal_of(error) if engine is None else _cause_of(error, engine)
@@ -290,7 +290,7 @@ class Attachment:
         agree_on_settings(world, self._config, args, self._device)
         if not placement.is_single_launch:
             world.arrange(self._config.placement)
-        if world.is_first:
+        if placement.global_rank == 0:
             _log_hosts(world, self._config.replica_name)
         if self._config.hub is not None:
             elastic.check_hub(world, self._config)

@@ -69,9 +69,8 @@ class TelemetryControl:
         Raises:
             UsageError: telemetry cannot be had; on every rank.
         """
-        config = self._config
-        if config.telemetry or config.metrics_port or config.mlflow_experiment is not None:
-            check_on_all_ranks(world, "telemetry/checked", self._prepare, what=flag("telemetry"))
+        # Also without the flags, which may differ between replicas: all ranks take part.
+        check_on_all_ranks(world, "telemetry/checked", self._prepare, what=flag("telemetry"))
 
     def connect(
         self,
@@ -192,9 +191,14 @@ class MlflowWriter(Listener):
 
 
 def _params(args: Namespace) -> dict[str, object]:
-    """Return Megatron's arguments that are plain values, with ours among them."""
+    """Return Megatron's arguments that are plain values, with ours among them.
+
+    Args:
+        args: Megatron's arguments, or a view of another configuration by their names, which has
+            `snapshot`.
+    """
     return {
         name: value
-        for name, value in vars(args).items()
+        for name, value in vars(getattr(args, "snapshot", lambda: args)()).items()
         if isinstance(value, bool | int | float | str)
     }

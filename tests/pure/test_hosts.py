@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -135,7 +136,18 @@ def test_hosts_of_a_check() -> None:
 
 @pytest.mark.parametrize(
     ("text", "world_size"),
-    [("a,b", None), ("a,b", 3), ("a,a", 2), ("a:1,b", 2), ("a:0,b:1", 1), ("a:1", 2), ("", 1)],
+    [
+        ("a,b", None),
+        ("a,b", 3),
+        ("a,a", 2),
+        ("a:1,b", 2),
+        ("a:0,b:1", 1),
+        ("a:1", 2),
+        ("", 1),
+        ("a:99999999999,b:1", None),
+        ("a:999999999,b:1", None),
+        ("a:²,b:1", None),
+    ],
 )
 def test_wrong_hosts_of_a_check_are_refused(text: str, world_size: int | None) -> None:
     with pytest.raises(UsageError, match="--hosts"):
@@ -143,9 +155,9 @@ def test_wrong_hosts_of_a_check_are_refused(text: str, world_size: int | None) -
 
 
 def arrange_worlds(
-    names: list[str], by: str, monkeypatch: pytest.MonkeyPatch
+    names: list[str], by: str, monkeypatch: pytest.MonkeyPatch, *, is_single_launch: bool = True
 ) -> list[ReplicaWorld | UsageError]:
-    """Arrange the ranks of one launch, a thread each."""
+    """Arrange the ranks of two replicas, a thread each."""
     own_name = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: own_name.value)
     shared, launch = dist.HashStore(), dist.HashStore()
@@ -154,7 +166,7 @@ def arrange_worlds(
     def run(rank: int) -> None:
         own_name.value = names[rank]
         replica, inner = divmod(rank, len(names) // 2)
-        place = Placement(2, replica, len(names) // 2, inner, is_single_launch=True)
+        place = Placement(2, replica, len(names) // 2, inner, is_single_launch)
         store = dist.PrefixStore(f"edit/replica{replica}", launch)
         world = ReplicaWorld(place, store, shared, timedelta(seconds=20))
         try:
@@ -185,6 +197,32 @@ def test_ranks_of_a_launch_change_places(monkeypatch: pytest.MonkeyPatch) -> Non
         world.replica_store.set("own", str(world.placement.replica))
     assert [world.replica_store.get("own") for world in placed] == [b"1", b"0", b"1", b"0"]
     assert placed[0].arrangement == Arrangement(tuple(names), ((3, 1), (0, 2)))
+
+
+def test_ranks_of_two_launches_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: hosts that belong to the other replica, and another process that is first."""
+    found = arrange_worlds(
+        ["node2", "node2", "node1", "node1"], "hosts", monkeypatch, is_single_launch=False
+    )
+    worlds = [world for world in found if isinstance(world, ReplicaWorld)]
+    assert [world.placement.global_rank for world in worlds] == [0, 1, 2, 3]
+    assert [world.is_first for world in worlds] == [True, False, False, False]
+    assert worlds[0].arrangement is not None
+    assert worlds[0].arrangement.counts() == [{"node2": 2}, {"node1": 2}]
+
+
+def test_text_is_shared_by_global_rank_0_of_arranged_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Would catch: the first process of the launch reports a save, of which it knows nothing."""
+    found = arrange_worlds(["node10", "node9"], "hosts", monkeypatch)
+    worlds = [world for world in found if isinstance(world, ReplicaWorld)]
+    with ThreadPoolExecutor(2) as pool:
+        texts = [
+            pool.submit(world.shared_text, "outcome", lambda w=world: str(w.placement.global_rank))
+            for world in worlds
+        ]
+        assert [text.result(20) for text in texts] == ["0", "0"]
 
 
 def test_file_that_cannot_be_read_is_refused_on_all_ranks(

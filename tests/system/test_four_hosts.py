@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,18 @@ FLAGS = {"train_iters": 6, "global_batch_size": 8}
 NAMED = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
-def start(lab: Lab, host: int, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(
+    lab: Lab, host: int, names: Sequence[str], flags: list[str], log: Path
+) -> subprocess.Popen[bytes]:
     """Start torchrun on one host, under its own name."""
     hosts = log.with_suffix(".hosts")
-    hosts.write_text("".join(f"{lab.address(n)} {name}\n" for n, name in enumerate(NAMES)))
+    hosts.write_text("".join(f"{lab.address(n)} {name}\n" for n, name in enumerate(names)))
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=1",
         "--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29500",
         f"--rdzv-conf=is_host={int(host == 0)}", "-m", "megatron_edit", str(SCRIPT), *flags,
     ]  # fmt: skip
-    named = ["unshare", "--uts", "sh", "-c", NAMED, NAMES[host], str(hosts), *torchrun]
+    named = ["unshare", "--uts", "sh", "-c", NAMED, names[host], str(hosts), *torchrun]
     env = os.environ | {
         "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE,
     }  # fmt: skip
@@ -47,14 +50,14 @@ def start(lab: Lab, host: int, flags: list[str], log: Path) -> subprocess.Popen[
         return lab.popen(host, named, env, cwd=log.parent, stdout=out, stderr=subprocess.STDOUT)
 
 
-def train(folder: Path, *more: str) -> tuple[list[int], str]:
+def train(folder: Path, *more: str, names: Sequence[str] = NAMES) -> tuple[list[int], str]:
     """Train on the four hosts; return the exit codes and the output of all."""
     folder.mkdir()
-    logs = [folder / f"{name}.log" for name in NAMES]
+    logs = [folder / f"{name}.log" for name in names]
     flags = [*edit_flags(2, edit_log_dir=folder / "log", **FLAGS), *more]
     with Lab(4) as lab:
         # The last name first: the order of arrival must not matter either.
-        running = [start(lab, host, flags, logs[host]) for host in reversed(range(4))]
+        running = [start(lab, host, names, flags, logs[host]) for host in reversed(range(4))]
         codes = [process.wait(timeout=80) for process in running]
     return codes, "".join(log.read_text() for log in logs)
 
@@ -83,6 +86,21 @@ def test_replicas_are_made_of_hosts_in_natural_order(tmp_path: Path) -> None:
     assert hosts_of(tmp_path / "ranks") == [["node1", "node10"], ["node11", "node2"]]
     assert losses_of(tmp_path / "hosts") == losses_of(tmp_path / "ranks")
     assert len(losses_of(tmp_path / "hosts")) == 6
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_first_process_may_be_in_the_second_replica(tmp_path: Path) -> None:
+    """torchrun's rank 0 is on node10. Would catch: what it reports to the others, or prints, is
+    that of global rank 0, and lost."""
+    skip_without_lab()
+    names = ("node2", "node9", "node10", "node11")
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "6"]
+    codes, output = train(tmp_path / "run", *save, names=names)
+    assert codes == [0] * 4, output[-5000:]
+    assert hosts_of(tmp_path / "run") == [["node2", "node9"], ["node10", "node11"]]
+    assert output.count("replica 1 is on node10 (1 rank), node11 (1 rank)") == 1
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
 
 
 @pytest.mark.timeout(300)

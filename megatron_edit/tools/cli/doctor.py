@@ -36,7 +36,7 @@ from megatron_edit.tools.plan.values import check_ranks
 
 FOUND_BAD = 1
 # Of a training's flags these matter; the others are accepted, so that its command line can be used.
-_PASSED_ON = tuple(map(flag, ("num_replicas", "replica_id", "rendezvous", "device")))
+_PASSED_ON = tuple(map(flag, ("num_replicas", "placement", "replica_id", "rendezvous", "device")))
 _OWN = (
     "--shared-dir", "--hub", "--token-file", "--megatron", "--no-host", "--parameters",
     "--step-seconds", "--json", "--replicas", *SHARED,

@@ -13,6 +13,7 @@ from megatron_edit.comm.hosts import (
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
+from megatron_edit.tools.plan.values import check_ranks
 
 HELP = (
     "hosts of the launch, to show which replica is on which: node1,node2 for equal numbers of "
@@ -36,14 +37,17 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
     colons = {colon for _, colon, _ in pairs}
     numbers = [number for _, _, number in pairs]
     is_wrong = len(colons) > 1 or len(set(names)) < len(names) or not all(names)
-    if is_wrong or (colons == {":"} and not all(map(_is_count, numbers))):
+    if is_wrong:
         raise UsageError(f"--hosts {text}", "must name each host once", _REMEDY)
+    if colons == {":"} and not all(map(_is_count, numbers)):
+        raise UsageError(f"--hosts {text}", "must give each host a number of ranks", _REMEDY)
     if colons == {""}:
         if world_size is None or world_size % len(names):
             found = "is not given" if world_size is None else f"{world_size} is no multiple of them"
             rule = f"names {len(names)} hosts, and --world-size {found}"
             raise UsageError(f"--hosts {text}", rule, "give the ranks of each host: node1:8")
         numbers = [str(world_size // len(names))] * len(names)
+    check_ranks("--hosts", sum(map(int, numbers)))
     hosts = [name for name, num in zip(names, numbers, strict=True) for _ in range(int(num))]
     if world_size is not None and len(hosts) != world_size:
         rule = f"gives {len(hosts)} ranks, and --world-size {world_size}"
@@ -52,7 +56,7 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
 
 
 def _is_count(text: str) -> bool:
-    return text.isdecimal() and int(text) > 0
+    return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0
 
 
 def placement_lines(config: EditConfig, hosts: list[str], num_replicas: int) -> Iterator[str]:
