@@ -117,9 +117,10 @@ def _refuse_unknown(word: str) -> None:
 def _refuse_unused(config: EditConfig, inner_optimizer: str) -> None:
     for spec in dataclasses.fields(config):
         usual = preset_of(spec, config.strategy, inner_optimizer)
-        if spec.name != "device" and getattr(config, spec.name) != usual:
+        value = getattr(config, spec.name)
+        if spec.name != "device" and value != usual:
             raise UsageError(
-                f"{flag(spec.name)} {format_value(getattr(config, spec.name))}",
+                flag(spec.name) if value is True else f"{flag(spec.name)} {format_value(value)}",
                 "has no effect without --use-edit",
                 "add --use-edit, or drop the flag",
             )

@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
@@ -16,6 +16,7 @@ from megatron_edit.launcher import refuse
 
 SETTINGS = tuple(spec for spec in dataclasses.fields(EditConfig) if spec.name != "use_edit")
 NAMES = tuple(spec.name for spec in SETTINGS)
+_TYPES = get_type_hints(EditConfig)
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 
 
@@ -55,10 +56,22 @@ def edit_config_of(settings: Any, inner_optimizer: str) -> EditConfig:
         UsageError: a value is refused.
     """
     values = {name: getattr(settings, name) for name in NAMES}
+    for spec in SETTINGS:
+        value, hint = values[spec.name], _TYPES[spec.name]
+        if not (_has_type(value, hint) or (value is None and spec.default is None)):
+            rule = f"must be of type {getattr(hint, '__name__', hint)}"
+            raise UsageError(f"optimizer.{spec.name}={value!r}", rule, "correct it")
     try:
         return EditConfig(use_edit=True, inner_optimizer=inner_optimizer, **values)
     except UsageError as error:
         raise in_fields(error, {}) from None
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    types = get_args(hint) or (hint,)
+    if isinstance(value, bool):
+        return bool in types
+    return isinstance(value, (*types, int) if float in types else types)
 
 
 def in_fields(error: UsageError, paths: Mapping[str, str]) -> UsageError:

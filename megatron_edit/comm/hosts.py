@@ -217,6 +217,6 @@ def straddling_warnings(counts: Sequence[Mapping[str, int]]) -> Iterator[str]:
         if len(hosts) > 1 and shared:
             yield (
                 f"replica {replica} spans {len(hosts)} hosts and shares {', '.join(shared)} with "
-                f"other replicas: use {flag('placement')} {BY_HOSTS}, and ranks per replica that "
-                "divide the ranks of a host or are a multiple of them"
+                f"other replicas: better are ranks per replica that divide the ranks of a host, or "
+                f"are a multiple of them, and {flag('placement')} {BY_HOSTS}, the default"
             )

@@ -47,6 +47,8 @@ def check_mlflow(experiment: str | None) -> None:
     """
     if experiment is None:
         return
+    if not experiment:
+        raise UsageError(f"{flag('mlflow_experiment')} (empty)", "must be a name", "give one")
     value = f"{flag('mlflow_experiment')} {experiment}"
     if find_spec("mlflow") is None:
         raise UsageError(

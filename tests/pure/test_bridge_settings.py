@@ -51,6 +51,24 @@ def test_bad_values_are_refused() -> None:
         edit_config_of(Settings(sync_interval=0), ADAM)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sync_interval", "3"),
+        ("sync_interval", 2.5),
+        ("sync_interval", True),
+        ("log_dir", 5),
+        ("outer_lr", "fast"),
+        ("telemetry", "yes"),
+        ("num_replicas", 2.5),
+    ],
+)
+def test_values_of_another_type_are_refused(name: str, value: object) -> None:
+    """Would catch a traceback, or a failure in mid-training: overrides are often texts."""
+    with pytest.raises(UsageError, match=f"optimizer.{name}="):
+        edit_config_of(Settings(**{name: value}), ADAM)
+
+
 def test_unknown_names_are_refused() -> None:
     """Would catch a misspelt setting that is ignored."""
     check_names({"num_replicas": 2})

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -219,7 +220,7 @@ def test_text_is_shared_by_global_rank_0_of_arranged_ranks(
     worlds = [world for world in found if isinstance(world, ReplicaWorld)]
     with ThreadPoolExecutor(2) as pool:
         texts = [
-            pool.submit(world.shared_text, "outcome", lambda w=world: str(w.placement.global_rank))
+            pool.submit(world.shared_text, "outcome", partial(str, world.placement.global_rank))
             for world in worlds
         ]
         assert [text.result(20) for text in texts] == ["0", "0"]

@@ -81,8 +81,12 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             "not checked: the script's own arguments (it is not Megatron's, or its ranks connect "
             "before it parses them)"
         )
-    if hosts is not None and checked.placement is not None:
-        lines += host_list.placement_lines(config, hosts, checked.placement.num_replicas)
+    if checked.placement is not None:
+        num_replicas = checked.placement.num_replicas
+        host_list.check_placement(config, num_replicas)
+        if hosts is not None:
+            counts = host_list.ranks_by_host(config, hosts, num_replicas)
+            lines += host_list.placement_lines(counts)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0
@@ -98,7 +102,7 @@ def _script_of_clone() -> Path | None:
 
 def _what_is_checked(script: Path | None) -> str:
     if script is None:
-        return "Megatron's and EDiT's flags are checked alone (Megatron is no clone)"
+        return "Megatron's and EDiT's flags are checked alone, no corpus (Megatron is no clone)"
     return f"checked with Megatron's, {script}"
 
 

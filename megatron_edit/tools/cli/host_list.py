@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_edit.comm.hosts import (
     arrange,
     host_lines,
+    parse_placement,
     read_placement,
     straddling_warnings,
 )
@@ -19,6 +21,7 @@ HELP = (
     "hosts of the launch, to show which replica is on which: node1,node2 for equal numbers of "
     "ranks, node1:8,node2:4 for others"
 )
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _REMEDY = "give names between commas, all with a number of ranks after a colon or none"
 
 
@@ -37,6 +40,10 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
     colons = {colon for _, colon, _ in pairs}
     numbers = [number for _, _, number in pairs]
     is_wrong = len(colons) > 1 or len(set(names)) < len(names) or not all(names)
+    for name in names:
+        if name and not _NAME.fullmatch(name):
+            remedy = "write node1,node2,...; with SLURM: scontrol show hostnames | paste -sd,"
+            raise UsageError(f"--hosts {text}", f"must be names between commas, not {name}", remedy)
     if is_wrong:
         raise UsageError(f"--hosts {text}", "must name each host once", _REMEDY)
     if colons == {":"} and not all(map(_is_count, numbers)):
@@ -59,14 +66,34 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0
 
 
-def placement_lines(config: EditConfig, hosts: list[str], num_replicas: int) -> Iterator[str]:
-    """Yield which replica is on which hosts, and warnings, as at the start of a run.
+def check_placement(config: EditConfig, num_replicas: int) -> str | None:
+    """Return the content of the file that `--edit-placement` names; None if it names none.
+
+    Raises:
+        UsageError: it cannot be read, or has no line for each replica.
+    """
+    text = read_placement(config.placement)
+    if text is not None:
+        parse_placement(text, config.placement, num_replicas)
+    return text
+
+
+def ranks_by_host(config: EditConfig, hosts: list[str], num_replicas: int) -> list[dict[str, int]]:
+    """Return for each replica the number of its ranks on each of its hosts.
 
     Raises:
         UsageError: the file that `--edit-placement` names cannot be used.
     """
-    file_text = read_placement(config.placement)
-    counts = arrange(hosts, num_replicas, config.placement, file_text).counts()
+    text = check_placement(config, num_replicas)
+    return arrange(hosts, num_replicas, config.placement, text).counts()
+
+
+def placement_lines(counts: Sequence[Mapping[str, int]]) -> Iterator[str]:
+    """Yield which replica is on which hosts, and warnings, as at the start of a run.
+
+    Args:
+        counts: see `ranks_by_host`.
+    """
     yield from host_lines(counts)
     for line in straddling_warnings(counts):
         yield f"warning: {line}"

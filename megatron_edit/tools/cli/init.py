@@ -1,4 +1,4 @@
-"""Copy configurations, batch scripts and training scripts into a folder."""
+"""Copy configurations, recipes, batch scripts and training scripts into a folder."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: a file there differs, or the folder cannot be used.
     """
     refuse_rest("init", rest)
+    if not options.folder:
+        raise UsageError("DIR (empty)", "must be the name of a folder", "give one")
     folder, files = Path(options.folder), template_files()
     try:
         missing, differing = _compare(folder, files)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.common import option
+from megatron_edit.tools.cli.host_list import check_placement, placement_lines, ranks_by_host
 from megatron_edit.tools.cli.words import (
     FLAGS,
     SHARED,
@@ -71,12 +72,13 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     _check_numbers(options, values)
     assert values.link is not None
     command = TrainingCommand.of(rest, others=FLAGS)
-    num_replicas, world_size = _ranks(options, command)
+    num_replicas, world_size, counts = _ranks(options, command)
+    most = max((num for hosts in counts for num in hosts.values()), default=None)
     job = read_job(
         command.argv,
         num_replicas=num_replicas,
         world_size=world_size,
-        ranks_per_host=options.ranks_per_host,
+        ranks_per_host=options.ranks_per_host or most,
     )
     machine = CPU if TrainingFlags(command.argv).text("--edit-device", "auto") == "cpu" else GPU
     if options.machine is not None:
@@ -86,7 +88,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     setting = TimingSetting(link, machine, _step_seconds(values, options.mfu, job), share)
     names = [name.strip() for name in options.strategies.split(",")]
     plan = make_plan(job, setting, names, device_memory=values.memory)
-    shown = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(lines(plan))
+    text = [*placement_lines(counts), *lines(plan)]
+    shown = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(text)
     sys.stdout.write(shown + "\n")
     return 0
 
@@ -102,8 +105,13 @@ def _check_numbers(options: Namespace, values: SharedValues) -> None:
         check_number(option(name), getattr(options, name), most=1.0)
 
 
-def _ranks(options: Namespace, command: TrainingCommand) -> tuple[int | None, int | None]:
-    """Return the replicas, and the ranks of all of them; None where they are not given."""
+def _ranks(
+    options: Namespace, command: TrainingCommand
+) -> tuple[int | None, int | None, list[dict[str, int]]]:
+    """Return the replicas, and the ranks of all of them; None where they are not given.
+
+    Also returns the ranks of each replica by host, with `--hosts`.
+    """
     command.check_replicas(options.replicas)
     config = config_from_argv(command.argv)
     num_replicas = options.replicas or config.num_replicas or config.nominal_replicas
@@ -112,7 +120,12 @@ def _ranks(options: Namespace, command: TrainingCommand) -> tuple[int | None, in
     is_launch_of_one = config.replica_id is not None or config.hub is not None
     if is_launch_of_one and world_size is not None and num_replicas is not None:
         world_size *= num_replicas
-    return num_replicas, world_size
+    counts = list[dict[str, int]]()
+    if num_replicas is not None and not is_launch_of_one:
+        check_placement(config, num_replicas)
+        if hosts is not None and len(hosts) % num_replicas == 0:
+            counts = ranks_by_host(config, hosts, num_replicas)
+    return num_replicas, world_size, counts
 
 
 def _step_seconds(values: SharedValues, mfu: float, job: Job) -> float:

@@ -170,6 +170,8 @@ class SharedValues:
         link, latency, step = options.link, options.latency, options.step_time
         tflops, memory = options.gpu_tflops, options.device_memory
         check_number("--gpu-tflops", tflops)
+        if options.hosts is not None:
+            host_list.parse_hosts(options.hosts, options.world_size)
         return cls(
             None if link is None else parse_rate("--link", link),
             0.0 if latency is None else parse_seconds("--latency", latency, least=-1),
