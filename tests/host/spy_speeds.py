@@ -53,9 +53,13 @@ def script_clock() -> None:
     """Make a step of replica r last exactly `SPY_FACTORS[r]` seconds by the engine's clock.
 
     With `SPY_JITTER` that holds on rank 0 of the replica, and the other ranks' clocks run faster.
+    Heartbeats come in real time, which has nothing to do with these clocks: what they tell about
+    the arrival of other replicas is ignored.
     """
+    from megatron_edit.comm.heartbeat import HeartbeatMonitor
     from megatron_edit.method.clock import PhaseClock
 
+    HeartbeatMonitor.latest_arrival = lambda self: 0.0  # type: ignore[method-assign]
     factor, now = json.loads(os.environ["SPY_FACTORS"])[_replica()], _SCRIPTED
     ranks = int(os.environ["WORLD_SIZE"]) // int(os.environ["SPY_REPLICAS"])
     factor *= 1 + int(os.environ["RANK"]) % ranks * float(os.environ.get("SPY_JITTER", "0"))

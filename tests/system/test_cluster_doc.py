@@ -21,8 +21,9 @@ OK = "ok: 4 replicas x 8 ranks, strategy edit"
 
 
 def commands_of_page(kind: str) -> list[Command]:
-    """Return the commands of the page of one kind."""
-    return [c for c in commands() if c.document == PAGE and kind_of(c) == kind]
+    """Return the commands of the page of one kind that belong to the example itself."""
+    found = [c for c in commands() if c.document == PAGE and kind_of(c) == kind]
+    return [c for c in found if "--hosts" not in c.words]
 
 
 def words_in_shell(setup: str, text: str) -> list[str]:
@@ -50,6 +51,19 @@ def test_flags_of_the_example_are_accepted() -> None:
     output = check([*words_in_shell(assignment.line, "$FLAGS"), *edit_flags(checked)])
     assert OK in output and "sync mode overlap" in output
     assert "mid-round" not in output, output
+
+
+def test_hosts_of_each_replica_are_as_quoted() -> None:
+    """Would catch lines that `check --hosts` does not print."""
+    (command,) = (c for c in commands() if c.document == PAGE and "--hosts" in c.words)
+    (assignment,) = commands_of_page("variables")
+    words = command.words[command.words.index("--use-edit") :]
+    script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
+    flags = without(words_in_shell(assignment.line, "$FLAGS"), OF_READER)
+    output = run([sys.executable, "-m", "megatron_edit", "check", script, *flags, *MOCK, *words])
+    page = " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
+    lines = [line for line in output.splitlines() if " is on " in line]
+    assert len(lines) == 2 and all(f"`{line}`" in page for line in lines), output
 
 
 def test_all_commands_of_the_example_have_the_same_flags() -> None:
