@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,10 @@ def test_prometheus_answers_the_dashboard_during_training(tmp_path: Path) -> Non
         queries = [*panel_queries(), *variable_queries()]
         for title, query in queries:
             text = as_grafana_sends(query, JOB, "60s")
+            # A rate needs two scrapes, and the training may be faster.
+            wait_until(partial(_has_values, server, text), f"{title}: {text}")
             found = server.query(text)
-            assert found and all(math.isfinite(value) for _, value in found), (title, text, found)
+            assert all(math.isfinite(value) for _, value in found), (title, text, found)
         by_replica = server.query("max by (replica) (edit_round)")
         assert {labels["replica"] for labels, _ in by_replica} == {"0", "1"}
         (info,) = server.query('target_info{edit_replica="1"}')
@@ -85,6 +88,10 @@ def test_prometheus_answers_the_dashboard_during_training(tmp_path: Path) -> Non
         wait_until(lambda: _are_evaluated(server), "rules are not evaluated")
     (result,) = results
     assert [rank.returncode for rank in result.ranks] == [0, 0]
+
+
+def _has_values(server: Prometheus, query: str) -> bool:
+    return bool(server.query(query))
 
 
 def _last_iteration(server: Prometheus) -> float:
@@ -117,8 +124,8 @@ def test_prometheus_sees_drift(tmp_path: Path) -> None:
     port = two_ports()
     with prometheus(tmp_path / "prometheus", [port, port + 1]) as server:
         run = run_edit(
-            tmp_path, 2, 2, train_iters=120, before="tests.host.spy:drift_after_sync", check=False,
-            edit_metrics_port=port, edit_warmup_steps=100,  # some seconds, with several scrapes
+            tmp_path, 2, 2, train_iters=320, before="tests.host.spy:drift_after_sync", check=False,
+            edit_metrics_port=port, edit_warmup_steps=300,  # some seconds, with several scrapes
         )  # fmt: skip
         assert [rank.returncode for rank in run.result.ranks] == [3, 3]
 
