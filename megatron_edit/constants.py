@@ -8,7 +8,8 @@ from __future__ import annotations
 
 # Allowed values of settings; `EditConfig` describes them and has the defaults.
 NCCL, GLOO = SYNC_BACKENDS = ("nccl", "gloo")
-FP32, BF16, INT8, INT4 = SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
+SYNC_DTYPES = ("fp32", "bf16", "int8", "int4", "int2", "ternary", "sign")  # by falling size
+FP32, BF16, INT8, INT4, INT2, TERNARY, SIGN = SYNC_DTYPES
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
 NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")

@@ -1,8 +1,8 @@
 """The wire: sums over a group in fp32, or encoded to fewer bytes in two phases.
 
-    fp32              one all-reduce, in place
-    bf16, int8, int4  encoded chunks to their owners, and their encoded sums back
-                      (`compressed_all_reduce.py`)
+    fp32        one all-reduce, in place
+    the others  encoded chunks to their owners, and their encoded sums back
+                (`compressed_all_reduce.py`)
 
 Several sums may form one exchange, each with its own encoding: parameters of a unit and moments of
 the inner optimizer.
@@ -30,11 +30,15 @@ from megatron_edit.comm.compressed_all_reduce import (
     start_second_phases,
 )
 from megatron_edit.constants import FP32, FP32_BYTES, SYNC_DTYPES
+from megatron_edit.method.coarse_codecs import INT2, SIGN, TERNARY
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 from megatron_edit.method.moments import MomentRule
 
 NUM_PHASES = 2  # of an exchange of encoded sums
-_CODECS: dict[str, Codec | None] = {FP32: None, **{c.name: c for c in (BF16, INT8, INT4)}}
+_CODECS: dict[str, Codec | None] = {
+    FP32: None,
+    **{codec.name: codec for codec in (BF16, INT8, INT4, INT2, TERNARY, SIGN)},
+}
 
 
 class Exchange(Protocol):

@@ -6,6 +6,8 @@
     LOG8    1 byte per value, sign and base-2 logarithm, an exponent for every 256
     ULOG8   the same for non-negative values, over twice the range
 
+Those of fewer bits are in `coarse_codecs.py`.
+
 A block has the scale largest / 127 (largest / 7), truncated to so few bits that code x scale is
 exact in fp32, but not so few that a code could exceed 127 (7). Hence no value saturates; the same
 bytes decode to the same bits on every machine, with and without fused multiply-add; value =
@@ -46,7 +48,8 @@ _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; le
 class Codec(Protocol):
     """Encodes fp32 numbers to bytes and decodes them.
 
-    Scratch: 4 bytes for each of at most 131072 values on the CPU, of 2^24 elsewhere.
+    Scratch: 4 bytes for each of at most 131072 values on the CPU, of 2^24 elsewhere; up to 12 bytes
+    for codecs of 2 bits per value and less.
     """
 
     @property
@@ -106,29 +109,29 @@ class _BFloat16:
     block_numel: int = 1
 
     def encoded_bytes(self, numel: int) -> int:
-        return _aligned(2 * numel)
+        return aligned(2 * numel)
 
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        data = _target(self, values, out)
+        data = target(self, values, out)
         numel = values.numel()
         halves = data[: 2 * numel].view(torch.bfloat16)
         if residual is None:
             halves.copy_(values)
         else:
             scratch = _scratch(values)
-            for where in _slabs(0, numel, _slab_numel(values)):
+            for where in slabs(0, numel, slab_numel(values)):
                 rest, sent = residual[where].add_(values[where]), halves[where]
                 rest.sub_(scratch[: sent.numel()].copy_(sent.copy_(rest)))
-        return _padded(data, 2 * numel)
+        return padded(data, 2 * numel)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         out.copy_(data[: 2 * out.numel()].view(torch.bfloat16))
 
     def add_decoded(self, data: Tensor, total: Tensor) -> None:
         halves, scratch = data[: 2 * total.numel()].view(torch.bfloat16), _scratch(total)
-        for where in _slabs(0, total.numel(), _slab_numel(total)):
+        for where in slabs(0, total.numel(), slab_numel(total)):
             part = halves[where]
             total[where].add_(scratch[: part.numel()].copy_(part))
 
@@ -159,12 +162,12 @@ class _Blocks:
     has_residual: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
-        return _aligned(self._scale_bytes(numel) + self._code_bytes(numel))
+        return aligned(self._scale_bytes(numel) + self._code_bytes(numel))
 
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        data = _target(self, values, out)
+        data = target(self, values, out)
         numel, scratch = values.numel(), _scratch(values)
         for where, scales, codes in self._parts(data, values):
             part = values[where] if residual is None else residual[where].add_(values[where])
@@ -177,7 +180,7 @@ class _Blocks:
             if residual is not None:
                 rows.addcmul_(rounded, scale, value=-1.0)
             self._pack(rounded, codes)
-        return _padded(data, self._scale_bytes(numel) + self._code_bytes(numel))
+        return padded(data, self._scale_bytes(numel) + self._code_bytes(numel))
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         for where, scales, codes in self._parts(data, out):
@@ -212,7 +215,7 @@ class _Blocks:
         scales = data[: self._scale_bytes(numel)].view(self.scale_dtype)
         codes = data[self._scale_bytes(numel) :].view(torch.int8)
         last = [slice(whole, numel)] if whole < numel else []
-        for where in (*_slabs(0, whole, _slab_numel(values)), *last):
+        for where in (*slabs(0, whole, slab_numel(values)), *last):
             rows = scales[where.start // block : -(-where.stop // block)].unsqueeze(1)
             held = codes[self._code_bytes(where.start) : self._code_bytes(where.stop)]
             yield where, rows, held.view(len(rows), -1)
@@ -282,13 +285,13 @@ class _LogBlocks:
     has_residual: bool = False
 
     def encoded_bytes(self, numel: int) -> int:
-        return _aligned(self._exponent_bytes(numel) + numel)
+        return aligned(self._exponent_bytes(numel) + numel)
 
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         assert residual is None, f"{self.name} has no error feedback"
-        data = _target(self, values, out)
+        data = target(self, values, out)
         bounds = _bounds().to(values.device)
         for where, exponents, codes in self._parts(data, values):
             rows = values[where].view(len(exponents), -1)
@@ -307,7 +310,7 @@ class _LogBlocks:
             else:
                 code.masked_fill_(bits == 0, 0)
             codes.copy_(code)
-        return _padded(data, self._exponent_bytes(values.numel()) + values.numel())
+        return padded(data, self._exponent_bytes(values.numel()) + values.numel())
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         for where, exponents, codes in self._parts(data, out):
@@ -337,7 +340,7 @@ class _LogBlocks:
         whole = numel // block * block
         codes = data[self._exponent_bytes(numel) :]
         last = [slice(whole, numel)] if whole < numel else []
-        for where in (*_slabs(0, whole, _slab_numel(values)), *last):
+        for where in (*slabs(0, whole, slab_numel(values)), *last):
             exponents = data[where.start // block : -(-where.stop // block)].unsqueeze(1)
             yield where, exponents, codes[where].view(len(exponents), -1)
 
@@ -381,31 +384,34 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Round up to a size at which other encodings may follow."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _slab_numel(values: Tensor) -> int:
+def slab_numel(values: Tensor) -> int:
+    """Values that are encoded or decoded together."""
     return _SLAB_NUMEL.get(values.device.type, _SLAB_NUMEL_ELSEWHERE)
 
 
-def _slabs(start: int, stop: int, step: int) -> list[slice]:
+def slabs(start: int, stop: int, step: int) -> list[slice]:
+    """Split a range into slices of `step`; the last one may be shorter."""
     return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def _scratch(values: Tensor) -> Tensor:
-    numel = min(values.numel(), _slab_numel(values))
+    numel = min(values.numel(), slab_numel(values))
     return torch.empty(numel, dtype=torch.float32, device=values.device)
 
 
-def _padded(data: Tensor, used: int) -> Tensor:
+def padded(data: Tensor, used: int) -> Tensor:
     """Zero the bytes after the codes, so that equal values have equal bytes."""
     if used < data.numel():
         data[used:].zero_()
     return data
 
 
-def _target(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
+def target(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
     """Return the output of `encode`, after checking the arguments."""
     assert values.dtype == torch.float32 and values.dim() == 1, (values.dtype, values.shape)
     size = codec.encoded_bytes(values.numel())

@@ -107,7 +107,15 @@ def test_planned_bytes_equal_engine_payload(wire: str, replicas: int) -> None:
     by_rank = [sum(form.payload_bytes(n, replicas) for n in row) for row in job.rank_numels]
     assert traffic.per_rank == max(by_rank)
     assert traffic.per_step == pytest.approx(traffic.per_replica / 128)
-    width = {"fp32": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 66 / 128}[wire]
+    width = {
+        "fp32": 4.0,
+        "bf16": 2.0,
+        "int8": 260 / 256,
+        "int4": 66 / 128,
+        "int2": 68 / 256,
+        "ternary": 0.2 + 2 / 256,
+        "sign": 66 / 512,
+    }[wire]
     ring = 2 * (replicas - 1) / replicas * width * job.architecture.numel
     assert traffic.per_replica == pytest.approx(ring, rel=0.01)
 

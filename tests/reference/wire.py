@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 F32 = np.float32
 LOGARITHMIC = {"log8": 127, "ulog8": 255}  # the largest code
 BLOCKS = {"int8": (256, 127, 16), "int4": (128, 7, 8)}  # values, largest code, bits of a scale
+COARSE = {"int2": 256, "ternary": 256, "sign": 512}  # values of a block
 
 
 def quantised(values: Any, name: str) -> Any:
@@ -21,6 +23,10 @@ def quantised(values: Any, name: str) -> Any:
     if name == "bf16":
         bits = values.view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(F32)
+    if name in COARSE:
+        size = COARSE[name]
+        blocks = [_levels(values[i : i + size], name) for i in range(0, len(values), size)]
+        return np.concatenate([values[:0], *blocks])
     size, top, bits = BLOCKS[name]
     out = np.zeros_like(values)
     for first in range(0, len(values), size):
@@ -51,12 +57,67 @@ def _powers(values: Any, name: str) -> Any:
     return out
 
 
+def _levels(block: Any, name: str) -> Any:
+    """Return the values of a block, rounded to at most four levels by integer arithmetic."""
+    largest = float(np.abs(block).max())
+    if not np.isfinite(largest):
+        return np.full_like(block, np.nan)
+    if largest < 2.0**-100:
+        return np.zeros_like(block)
+    unit = COARSE[name] * 2.0 ** (np.frexp(largest)[1] - 24)
+    sizes = [math.floor(abs(float(value)) / unit) for value in block]
+    total, number = sum(sizes), len(sizes)
+    is_large = [name == "sign" or size * number >= total for size in sizes]
+    high = _mean([size for size, large in zip(sizes, is_large, strict=True) if large], unit)
+    low = F32(0)
+    if name == "int2":
+        low = _mean([size for size, large in zip(sizes, is_large, strict=True) if not large], unit)
+    out = np.where(is_large, high, low)
+    return np.where(block < 0, -out, out).astype(F32)
+
+
+def _mean(sizes: list[int], unit: float) -> Any:
+    """Return their fp32 mean times the unit, without the last 16 bits; 0 where there are none."""
+    mean = F32(sum(sizes)) / F32(max(len(sizes), 1)) * F32(unit)
+    return (np.asarray(mean).view(np.uint32) & np.uint32(0xFFFF0000)).view(F32)
+
+
+def coarse_codes(negative: Any, large: Any, name: str) -> bytes:
+    """Return the packed codes of n values.
+
+    Args:
+        negative: bool [n], whether a value is negative, in a block that is not sent as zeros.
+        large: bool [n], whether a value is sent as the larger level of its block.
+        name: of the codec.
+    """
+    base, per_byte = {"int2": (4, 4), "ternary": (3, 5), "sign": (2, 8)}[name]
+    digits = {
+        "int2": large + 2 * negative,
+        "ternary": large * (1 - 2 * negative),
+        "sign": 1 * negative,
+    }[name]
+    group, packed = COARSE[name] * per_byte, bytearray()
+    for first in range(0, len(digits), group):
+        part = [int(digit) for digit in digits[first : first + group]]
+        width = -(-len(part) // per_byte)
+        for byte in range(width):
+            packed.append(sum(d * base**k for k, d in enumerate(part[byte::width])) % 256)
+    return bytes(packed)
+
+
 def chunk_slices(total: int, size: int, name: str) -> list[slice]:
     """Return the chunk of each rank."""
-    chunk, block = -(-total // size), BLOCKS.get(name, (256 if name in LOGARITHMIC else 1,))[0]
+    chunk, block = -(-total // size), _block(name)
     if chunk > block:
         chunk = -(-chunk // block) * block
     return [slice(min(i * chunk, total), min((i + 1) * chunk, total)) for i in range(size)]
+
+
+def _block(name: str) -> int:
+    """Return how many values share a scale."""
+    if name in COARSE:
+        return COARSE[name]
+    return 256 if name in LOGARITHMIC else BLOCKS.get(name, (1,))[0]
 
 
 @dataclass
