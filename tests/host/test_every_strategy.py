@@ -29,6 +29,9 @@ VARIANTS: dict[str, Flags] = {
     "edit-bf16": {"edit_sync_dtype": "bf16"},
     "edit-int8": {"edit_sync_dtype": "int8", "edit_delay_steps": 2},
     "edit-int4": {"edit_sync_dtype": "int4"},
+    "edit-int2": {"edit_sync_dtype": "int2"},
+    "edit-ternary": {"edit_sync_dtype": "ternary", "edit_delay_steps": 2},
+    "edit-sign": {"edit_sync_dtype": "sign"},
     "diloco-int4": {
         "edit_strategy": "streaming-diloco", "edit_delay_steps": 3, "edit_sync_dtype": "int4",
     },

@@ -187,6 +187,9 @@ PENDING: dict[str, tuple[int, dict[str, Any]]] = {
     "slowmo": (7, {"edit_strategy": "slowmo"}),
     "int8": (7, {"edit_sync_dtype": "int8"}),
     "int4-delay": (6, {"edit_sync_dtype": "int4", "edit_delay_steps": 2}),
+    "int2": (7, {"edit_sync_dtype": "int2"}),
+    "ternary-delay": (6, {"edit_sync_dtype": "ternary", "edit_delay_steps": 2}),
+    "sign": (7, {"edit_sync_dtype": "sign"}),
     "co2-int8-fragments": (
         9, {"edit_strategy": "co2", "edit_sync_dtype": "int8", "edit_fragments": 2},
     ),
