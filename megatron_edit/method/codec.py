@@ -48,7 +48,7 @@ _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; le
 class Codec(Protocol):
     """Encodes fp32 numbers to bytes and decodes them.
 
-    Scratch: 4 bytes for each of at most 131072 values on the CPU, of 2^24 elsewhere; up to 12 bytes
+    Scratch: 4 bytes for each of at most 131072 values on the CPU, of 2^24 elsewhere; up to 16 bytes
     for codecs of 2 bits per value and less.
     """
 

@@ -353,6 +353,15 @@ def test_slower_links_get_a_coarser_wire_and_then_a_delay() -> None:
     assert wires == ["bf16 0", "int8 0", "int4 0", "int4 6", "int4 9", "int4 27", "none"]
 
 
+@pytest.mark.parametrize("wire", ["int2", "ternary", "sign"])
+def test_unmeasured_wire_type_is_kept_and_not_suggested(wire: str) -> None:
+    """Would catch: no suggestion, or another wire type, where the user has chosen a coarse one."""
+    job = job_of("llama_7b")
+    config = dataclasses.replace(job.config("edit"), sync_dtype=wire)
+    found = {a.subject: a for a in advise(job, config, at(0.5e9), 80e9)}["hiding"]
+    assert str(found.value).startswith("--edit-delay-steps")
+
+
 def test_suggestion_shortens_a_delay_that_is_longer_than_needed() -> None:
     """Would catch: a wire type with 8 steps of delay, which cost loss, where 2 are enough."""
     job = job_of("llama_7b")
