@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_edit.method import codec as codecs
 from megatron_edit.method.coarse_codecs import INT2, SIGN, TERNARY
 from megatron_edit.method.codec import Codec
-from tests.pure.test_codec import bits, draw, round_trip
+from tests.pure.test_codec import assert_equal_on_cpu_and_cuda, bits, draw, round_trip
 from tests.reference.wire import COARSE, coarse_codes, quantised
 
 ALL = pytest.mark.parametrize("codec", [INT2, TERNARY, SIGN], ids=lambda c: c.name)
@@ -215,12 +215,4 @@ def test_error_feedback_converges_to_the_true_mean(codec: Codec, numel: int, see
 @ALL
 def test_codec_bytes_are_equal_on_cpu_and_cuda(codec: Codec) -> None:
     """Values encoded on either device can be decoded on the other."""
-    values, rest = mixed(100_003, seed=2), draw(100_003, seed=3)
-    there = rest.cuda()
-    data = codec.encode(values, residual=rest)
-    assert torch.equal(codec.encode(values.cuda(), residual=there).cpu(), data)
-    assert torch.equal(there.cpu(), rest)
-    decoded, expected = torch.empty(100_003, device="cuda"), torch.empty(100_003)
-    codec.decode(data.cuda(), decoded)
-    codec.decode(data, expected)
-    assert torch.equal(decoded.cpu(), expected)
+    assert_equal_on_cpu_and_cuda(codec, mixed(100_003, seed=2), draw(100_003, seed=3))

@@ -175,12 +175,16 @@ def test_error_feedback_converges_to_the_true_mean(codec: Codec) -> None:
 @ALL
 def test_codec_bytes_are_equal_on_cpu_and_cuda(codec: Codec) -> None:
     """Values encoded on either device can be decoded on the other."""
-    values, rest = draw(100_003, seed=2), draw(100_003, seed=3)
+    assert_equal_on_cpu_and_cuda(codec, draw(100_003, seed=2), draw(100_003, seed=3))
+
+
+def assert_equal_on_cpu_and_cuda(codec: Codec, values: Tensor, rest: Tensor) -> None:
+    """Check that both devices encode, decode and leave residuals alike, bit for bit."""
     there = rest.cuda()
     data = codec.encode(values, residual=rest)
     assert torch.equal(codec.encode(values.cuda(), residual=there).cpu(), data)
     assert torch.equal(there.cpu(), rest)
-    decoded, expected = torch.empty(100_003, device="cuda"), torch.empty(100_003)
+    decoded, expected = torch.empty(values.numel(), device="cuda"), torch.empty(values.numel())
     codec.decode(data.cuda(), decoded)
     codec.decode(data, expected)
     assert torch.equal(decoded.cpu(), expected)
