@@ -152,7 +152,10 @@ def test_ranks_are_those_of_the_launch(own: str, capsys: pytest.CaptureFixture[s
 def test_values_are_parsed_once() -> None:
     parser = argparse.ArgumentParser()
     check.configure(parser)
-    words = "--link 100Mbit --latency 20ms --step-time 2.5 --device-memory 80GB --gpu-tflops 3"
+    words = (
+        "--link 100Mbit --latency 20ms --step-time 2.5 --device-memory 80GB --gpu-tflops 3 "
+        "--hosts a:1,b:2"
+    )
     found = SharedValues.of(parser.parse_args(words.split()))
-    assert found == SharedValues(1e8, 0.02, 2.5, 3.0, 80e9)
-    assert SharedValues.of(parser.parse_args([])) == SharedValues(None, 0.0, None, None, None)
+    assert found == SharedValues(1e8, 0.02, 2.5, 3.0, 80e9, ["a", "b", "b"])
+    assert SharedValues.of(parser.parse_args([])) == SharedValues(None, 0.0, None, None, None, None)

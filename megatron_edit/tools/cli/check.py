@@ -26,7 +26,6 @@ from megatron_edit.tools.cli.words import (
     SharedValues,
     TrainingCommand,
     add_shared_words,
-    hosts_of,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: the command would not start.
     """
-    SharedValues.of(options)  # values that only plan uses must be valid, too
+    values = SharedValues.of(options)  # those that only plan uses must be valid, too
     command = TrainingCommand.of(rest, others=SCRIPT)
     given = command.script
     script = _script_of_clone() if given is None else training_script(given)
@@ -68,7 +67,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             "no training", "needs a script, a file of flags or flags", "see check --help"
         )
     config = config_from_argv(command.argv)
-    hosts = hosts_of(options, config)
+    hosts = values.hosts_of(config)
     if hosts is not None:
         options.world_size = len(hosts)
     world_size = _world_size(options.world_size, config)

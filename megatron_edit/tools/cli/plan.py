@@ -18,7 +18,6 @@ from megatron_edit.tools.cli.words import (
     SharedValues,
     TrainingCommand,
     add_shared_words,
-    hosts_of,
 )
 from megatron_edit.tools.plan.job import DEFAULT_NAMES, NAMES, Job, read_job
 from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
@@ -72,7 +71,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     _check_numbers(options, values)
     assert values.link is not None
     command = TrainingCommand.of(rest, others=FLAGS)
-    num_replicas, world_size, counts = _ranks(options, command)
+    num_replicas, world_size, counts = _ranks(options, values, command)
     most = max((num for hosts in counts for num in hosts.values()), default=None)
     job = read_job(
         command.argv,
@@ -106,7 +105,7 @@ def _check_numbers(options: Namespace, values: SharedValues) -> None:
 
 
 def _ranks(
-    options: Namespace, command: TrainingCommand
+    options: Namespace, values: SharedValues, command: TrainingCommand
 ) -> tuple[int | None, int | None, list[dict[str, int]]]:
     """Return the replicas, and the ranks of all of them; None where they are not given.
 
@@ -115,7 +114,7 @@ def _ranks(
     command.check_replicas(options.replicas)
     config = config_from_argv(command.argv)
     num_replicas = options.replicas or config.num_replicas or config.nominal_replicas
-    hosts = hosts_of(options, config)
+    hosts = values.hosts_of(config)
     world_size = options.world_size if hosts is None else len(hosts)
     is_launch_of_one = config.replica_id is not None or config.hub is not None
     if is_launch_of_one and world_size is not None and num_replicas is not None:

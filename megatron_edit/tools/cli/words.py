@@ -152,6 +152,7 @@ class SharedValues:
         step: seconds.
         tflops: 10^12 FLOP/s of a device.
         memory: bytes of a device.
+        hosts: host of each rank of the launch.
     """
 
     link: float | None
@@ -159,6 +160,7 @@ class SharedValues:
     step: float | None
     tflops: float | None
     memory: float | None
+    hosts: list[str] | None
 
     @classmethod
     def of(cls, options: Namespace) -> SharedValues:
@@ -168,26 +170,23 @@ class SharedValues:
             UsageError: one is no size, no rate or no time, or out of range.
         """
         link, latency, step = options.link, options.latency, options.step_time
-        tflops, memory = options.gpu_tflops, options.device_memory
+        tflops, memory, hosts = options.gpu_tflops, options.device_memory, options.hosts
         check_number("--gpu-tflops", tflops)
-        if options.hosts is not None:
-            host_list.parse_hosts(options.hosts, options.world_size)
         return cls(
             None if link is None else parse_rate("--link", link),
             0.0 if latency is None else parse_seconds("--latency", latency, least=-1),
             None if step is None else parse_seconds("--step-time", step),
             tflops,
             None if memory is None else parse_bytes("--device-memory", memory),
+            None if hosts is None else host_list.parse_hosts(hosts, options.world_size),
         )
 
+    def hosts_of(self, config: EditConfig) -> list[str] | None:
+        """Return the host of each rank of a single launch; None without `--hosts`.
 
-def hosts_of(options: Namespace, config: EditConfig) -> list[str] | None:
-    """Return the host of each rank of the launch, as given by `--hosts`; None without it.
-
-    Raises:
-        UsageError: they cannot be used, or do not have the ranks of `--world-size`.
-    """
-    if options.hosts is None:
-        return None
-    host_list.refuse_own_launches(config)
-    return host_list.parse_hosts(options.hosts, options.world_size)
+        Raises:
+            UsageError: each replica has its own launch.
+        """
+        if self.hosts is not None:
+            host_list.refuse_own_launches(config)
+        return self.hosts
