@@ -1,4 +1,4 @@
-"""scripts/pretrain_gpt.py, whose ranks wait in the step that the file PAUSE names, if it exists.
+"""scripts/pretrain_gpt.py, whose ranks wait from the step on that the file PAUSE names, if any.
 
 So a test can interfere with a job at a known step. Environment: PAUSE_DIR, the folder of PAUSE and
 of the files `paused-<process id>` of the ranks that wait.
@@ -22,15 +22,21 @@ _calls = itertools.count()
 _forward_step = pretrain_gpt.forward_step
 
 
+def _must_wait(step: int) -> bool:
+    try:
+        text = (FOLDER / "PAUSE").read_text()
+    except FileNotFoundError:
+        return False
+    return step >= int(text or 0)  # empty while a test writes it
+
+
 def forward_step(data_iterator: Any, model: Any) -> Any:
     """Wait if required, then call the script's own function."""
-    pause = FOLDER / "PAUSE"
-    if pause.exists():
-        args = get_args()
-        if args.curr_iteration + 1 >= int(pause.read_text()):
-            (FOLDER / f"paused-{os.getpid()}").touch()
-            while pause.exists():
-                time.sleep(0.05)
+    step = get_args().curr_iteration + 1
+    if _must_wait(step):
+        (FOLDER / f"paused-{os.getpid()}").touch()
+        while _must_wait(step):
+            time.sleep(0.05)
     return _forward_step(data_iterator, model)
 
 

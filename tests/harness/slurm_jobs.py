@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,16 @@ class Job:
         return parse_console_text(self.console)
 
     def clear_begin_time(self) -> None:
-        """Skip the two minutes for which SLURM delays a requeued job."""
+        """Shorten the two minutes for which SLURM delays a requeued job to some seconds, not to
+        none: a late message about the end of one start would end the next."""
         words = ("--noheader", f"--jobs={self.id}", "--format=%A", "--states=PENDING")
         components = self.cluster.call("squeue", *words).split()
         if isinstance(self.id, str):  # of a task; its number may be that of the whole array
             components = [self.id]
         for component in components:
-            self.cluster.call("scontrol", "update", f"jobid={component}", "StartTime=now")
+            begin = Job(self.cluster, component, self.folder).field("StartTime")
+            if begin > (datetime.now() + timedelta(seconds=5)).isoformat():  # or "Unknown"
+                self.cluster.call("scontrol", "update", f"jobid={component}", "StartTime=now+3")
 
     def wait_for(self, *states: str, restarts: int = 0) -> None:
         """Wait for one of the states after `restarts` requeues; requeued jobs start at once."""
@@ -182,6 +186,7 @@ class Job:
         """Return a summary for error messages and logs."""
         console = self.console
         lines = [x for x in console.splitlines() if whole or _CONSOLE.match(x)]
+        lines = [x for x in lines[:-5] if not x.startswith("hub: commit")] + lines[-5:]
         head = (f"job {self.id}: {self.field('JobName')} {self.state}, exit code {self.exit_code}, "
                 f"{self.restarts} restarts")  # fmt: skip
         return "\n".join([head, *(f"    {line[:160]}" for line in lines[-60:])])

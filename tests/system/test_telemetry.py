@@ -43,7 +43,8 @@ def two_ports() -> int:
 
 @contextmanager
 def paused_training(folder: Path, port: int, step: int, **flags: Any) -> Iterator[list[Any]]:
-    """Train two replicas, which wait in a step until the context ends; yield the result's list."""
+    """Train two replicas, which wait in a step until the context ends, or the file PAUSE names a
+    later one; yield the result's list."""
     pause, results = folder / "PAUSE", list[Any]()
     pause.write_text(str(step))
     argv = edit_flags(2, edit_metrics_port=port, edit_log_dir=folder / "log", **flags)
@@ -70,13 +71,15 @@ def test_prometheus_answers_the_dashboard_during_training(tmp_path: Path) -> Non
     }  # fmt: skip
     with (
         prometheus(tmp_path / "prometheus", [port, port + 1]) as server,
-        paused_training(tmp_path, port, 38, **training) as results,
+        paused_training(tmp_path, port, 20, **training) as results,
     ):
+        # A rate needs two scrapes, with syncs between them.
+        wait_until(lambda: _last_iteration(server) >= 19, "no iteration 19", 150)
+        (tmp_path / "PAUSE").write_text("38")
         wait_until(lambda: _last_iteration(server) >= 37, "no iteration 37", 150)
         queries = [*panel_queries(), *variable_queries()]
         for title, query in queries:
             text = as_grafana_sends(query, JOB, "60s")
-            # A rate needs two scrapes, and the training may be faster.
             wait_until(partial(_has_values, server, text), f"{title}: {text}")
             found = server.query(text)
             assert all(math.isfinite(value) for _, value in found), (title, text, found)
