@@ -236,6 +236,8 @@ LOWER_MOMENTA = (
     ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5"),
 )
 LOW_MOMENTUM_DELAYS = ((4, 8), (4, 10))  # with smaller momentum, over several seeds
+# By interval; with the number of seeds.
+COARSE_WIRES = {64: {"ternary": 2, "int2": 1, "sign": 1}, 16: {"ternary": 1, "sign": 1}}
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),
@@ -248,7 +250,10 @@ def comparison_questions(study: Study) -> tuple[Question, ...]:
     Most runs are shared with later questions.
     """
     bad = (_bursts(study, TEXT), _bursts(study, LABELS))
-    return (_compare_strategies(study), _batch(study), _wire(study), *bad, _delay(study))
+    return (
+        _compare_strategies(study), _batch(study), _wire(study), _coarse(study), *bad,
+        _delay(study),
+    )  # fmt: skip
 
 
 def _compare_strategies(study: Study) -> Question:
@@ -287,6 +292,19 @@ def _wire(study: Study) -> Question:
     )
     members = (study.member(edit, "edit"), *wires)
     return Question("marks-wire", "Fewer bits on the wire", members)
+
+
+def _coarse(study: Study) -> Question:
+    """Return wire types of at most 2.1 bits an element, at the interval where they save most."""
+    members = []
+    for tau, wires in COARSE_WIRES.items():
+        members.append(study.member(plain(tau), "edit", tau=tau, num_seeds=2))
+        for wire, num_seeds in wires.items():
+            flags = ("--edit-sync-dtype", wire)
+            label = f"{plain(tau)}, {wire}"
+            options: dict[str, Any] = {"base": plain(tau), "tau": tau, "num_seeds": num_seeds}
+            members.append(study.member(label, "edit", *flags, **options))
+    return Question("coarse", "At most two bits an element on the wire", tuple(members))
 
 
 def _delay(study: Study) -> Question:
