@@ -238,6 +238,23 @@ LOWER_MOMENTA = (
 LOW_MOMENTUM_DELAYS = ((4, 8), (4, 10))  # with smaller momentum, over several seeds
 # By interval; with the number of seeds.
 COARSE_WIRES = {64: {"ternary": 2, "int2": 1, "sign": 1}, 16: {"ternary": 1, "sign": 1}}
+# Pairs of nu and mu_o by number of replicas and interval; and those with a second seed.
+USUAL_OUTER = (0.8, 0.85)
+OUTER_PAIRS = {
+    (4, 8): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.7), (0.9, 0.6)),
+    (4, 128): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
+    (4, 32): (USUAL_OUTER, (0.8, 0.8)),
+    (4, 64): (USUAL_OUTER, (0.8, 0.8)),
+    (4, 16): (USUAL_OUTER, (0.8, 0.8)),
+    (4, 256): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
+    (2, 8): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
+    (2, 16): (USUAL_OUTER, (0.8, 0.8)),
+    (2, 32): (USUAL_OUTER, (0.8, 0.8)),
+    (2, 64): (USUAL_OUTER, (0.8, 0.8)),
+    (2, 128): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
+    (2, 256): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
+}
+OUTER_TWO_SEEDS: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),
@@ -251,8 +268,8 @@ def comparison_questions(study: Study) -> tuple[Question, ...]:
     """
     bad = (_bursts(study, TEXT), _bursts(study, LABELS))
     return (
-        _compare_strategies(study), _batch(study), _wire(study), _coarse(study), *bad,
-        _delay(study),
+        _compare_strategies(study), _batch(study), _wire(study), _coarse(study), _outer(study),
+        *bad, _delay(study),
     )  # fmt: skip
 
 
@@ -305,6 +322,28 @@ def _coarse(study: Study) -> Question:
             options: dict[str, Any] = {"base": plain(tau), "tau": tau, "num_seeds": num_seeds}
             members.append(study.member(label, "edit", *flags, **options))
     return Question("coarse", "At most two bits an element on the wire", tuple(members))
+
+
+def outer_label(num_replicas: int, tau: int, outer: tuple[float, float]) -> str:
+    """Return the label of outer learning rate and momentum at an interval."""
+    return f"N {num_replicas}, tau {tau}: nu {outer[0]:g}, mu_o {outer[1]:g}"
+
+
+def _outer(study: Study) -> Question:
+    """Return outer learning rates and momenta by interval, with averaged moments."""
+    flags = ("--edit-average-moments", "both", "--edit-scale-beta2")
+    members = []
+    for (num_replicas, tau), pairs in OUTER_PAIRS.items():
+        base = outer_label(num_replicas, tau, USUAL_OUTER)
+        for outer in pairs:
+            words = ("--edit-outer-lr", str(outer[0]), "--edit-outer-momentum", str(outer[1]))
+            options: dict[str, Any] = {
+                "tau": tau, "num_replicas": num_replicas, "base": base,
+                "num_seeds": 2 if outer in OUTER_TWO_SEEDS.get((num_replicas, tau), ()) else 1,
+            }  # fmt: skip
+            label = outer_label(num_replicas, tau, outer)
+            members.append(study.member(label, "edit", *flags, *words, **options))
+    return Question("outer", "Outer learning rate and momentum by interval", tuple(members))
 
 
 def _delay(study: Study) -> Question:
