@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_edit.config_fields import SettingFields
 from megatron_edit.config_fields import number_or_auto as number_or_auto
@@ -23,6 +23,7 @@ from megatron_edit.constants import (
     ALL,
     BF16,
     BLOCKING,
+    DEFAULT_STRATEGY,
     FIXED,
     FP32,
     GLOO,
@@ -48,6 +49,11 @@ SYNC_SETTINGS = (
     "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
     "final_sync_fraction",
 )  # fmt: skip
+# Settings that `--edit-auto` chooses where they are not given; steps of the warm-up it needs.
+AUTO_SETTINGS = (
+    "sync_interval", "sync_dtype", "fragments", "delay_steps", "outer_lr", "outer_momentum",
+)  # fmt: skip
+AUTO_WARMUP_STEPS = 20
 # Values of settings with which a run may have a hub.
 _ELASTIC: dict[str, tuple[Any, ...]] = {
     "sync_dtype": (FP32, BF16),
@@ -80,11 +86,19 @@ class EditConfig(SettingFields):
 
     inner_optimizer: InitVar[str] = ADAM
 
+    # What `--edit-auto` chooses: settings that were not given. Not a field: `replace` gives all.
+    open_settings: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self, inner_optimizer: str) -> None:
+        if self.auto:
+            # Muon's presets stay: outer settings by interval were measured with Adam.
+            fixed = STRATEGIES[self.strategy].optimizer_presets.get(inner_optimizer, {})
+            unset = [n for n in AUTO_SETTINGS if getattr(self, n) is None and n not in fixed]
+            object.__setattr__(self, "open_settings", tuple(unset))
         for spec in dataclasses.fields(self):
-            check_supported(spec, getattr(self, spec.name))
             if "usual" in spec.metadata and getattr(self, spec.name) is None:
                 object.__setattr__(self, spec.name, preset_of(spec, self.strategy, inner_optimizer))
+            check_supported(spec, getattr(self, spec.name))
         if not STRATEGIES[self.strategy].has_penalty:
             for name in ("no_anomaly", "no_weighting", "no_clip"):
                 object.__setattr__(self, name, True)
@@ -132,6 +146,7 @@ def check_all(config: EditConfig) -> None:
     check_landing(config)
     check_moments(config)
     check_interval(config)
+    check_auto(config)
     check_launch(config)
     check_elastic(config)
 
@@ -207,6 +222,7 @@ def check_ranges(config: EditConfig) -> None:
         _within(config, name, "above 0", lambda x: x > 0)
     for name in ("step_weight", "mix", "final_sync_fraction"):
         _within(config, name, "in [0, 1]", lambda x: 0 <= x <= 1)
+    _within(config, "auto_share", "in (0, 1)", lambda x: 0 < x < 1)
     _within(config, "outer_momentum", "in [0, 1)", lambda x: 0 <= x < 1)
     _within(config, "anomaly_alpha", "in (0, 1]", lambda x: 0 < x <= 1)
 
@@ -339,6 +355,39 @@ def _refuse_unless_default_with(config: EditConfig, name: str, needed: str) -> N
             f"{flag(name)} {format_value(value)}",
             f"has no effect without {needed}",
             f"add {needed}, or drop the flag",
+        )
+
+
+def check_auto(config: EditConfig) -> None:
+    """Check the settings that `--edit-auto` depends on."""
+    if not config.auto:
+        _refuse_unless_default_with(config, "auto_share", flag("auto"))
+        return
+    needed: dict[str, tuple[Any, str]] = {
+        "strategy": (DEFAULT_STRATEGY, "its tables of expected losses are those of EDiT"),
+        "hub": (None, "delays and most wire types are not elastic yet"),
+        "interval": (FIXED, "it chooses a fixed interval"),
+        "inner_state": (ALL, "with a delay there is no step at which replicas are equal"),
+        "check_commits": (False, "it may choose a delay"),
+    }
+    for name, (value, reason) in needed.items():
+        if (given := getattr(config, name)) != value:
+            raise UsageError(
+                f"{flag('auto')}, {flag(name)}{'' if given is True else f' {given}'}",
+                f"cannot be used together: {reason}",
+                "drop one of the two",
+            )
+    if config.warmup_steps < AUTO_WARMUP_STEPS:
+        raise UsageError(
+            f"{flag('auto')}, {flag('warmup_steps')} {config.warmup_steps}",
+            f"measures in at least {AUTO_WARMUP_STEPS} steps of the warm-up",
+            f"give {flag('warmup_steps')} {AUTO_WARMUP_STEPS} or more, or drop {flag('auto')}",
+        )
+    if not config.open_settings:
+        raise UsageError(
+            flag("auto"),
+            "everything that it chooses is given",
+            f"drop it, or one of {', '.join(map(flag, AUTO_SETTINGS))}",
         )
 
 

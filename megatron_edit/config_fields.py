@@ -10,6 +10,7 @@ from megatron_edit.constants import (
     ALL,
     AVERAGED_MOMENTS,
     BY_HOSTS,
+    DEFAULT_STRATEGY,
     DEVICES,
     FEW_REPLICAS,
     FIXED,
@@ -53,15 +54,17 @@ def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | 
     return field(default=default, metadata=metadata)
 
 
-def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
+def _preset(usual: Any, doc: str, *, kind: Any, only: Iterable[Any] | None = None) -> Any:
     """Return a field that strategies may preset: its default None is replaced by the preset.
 
     Args:
         usual: value for strategies without a preset.
         doc: see `_setting`.
         kind: see `_setting`.
+        only: see `_setting`.
     """
-    return field(default=None, metadata={"doc": doc, "kind": kind, "only": None, "usual": usual})
+    metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
+    return field(default=None, metadata=metadata | {"usual": usual})
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,25 @@ class SettingFields:
     hub_token_file: str | None = _setting(
         None, "file with the secret that hub and replicas share (else EDIT_HUB_TOKEN)", kind=str
     )
-    strategy: str = _setting("edit", "how replicas are synchronised", kind=str, only=STRATEGIES)
+    strategy: str = _setting(
+        DEFAULT_STRATEGY, "how replicas are synchronised", kind=str, only=STRATEGIES
+    )
     warmup_steps: int = _preset(
         1000, "W, synchronous steps before the first local step; >= 0", kind=int
     )
-    sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
+    auto: bool = _setting(
+        False,
+        "choose tau, wire type, fragments, delay and outer settings during the warm-up, from the "
+        "measured speed of the links and of the steps: the least expected loss at which syncs cost "
+        "little time. Flags that are given stay (--edit-strategy edit)",
+    )
+    auto_share: float = _setting(
+        0.97,
+        "with --edit-auto: predicted speed, as a share of that without syncs, which the choice "
+        "must reach if possible; in (0, 1)",
+        kind=float,
+    )
+    sync_interval: int = _preset(128, "tau, inner steps between two syncs; >= 1", kind=int)
     final_sync_fraction: float = _setting(
         0.0,
         "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
@@ -184,7 +201,7 @@ class SettingFields:
         0.0, "weight of the local parameters when a sync lands; in [0, 1]", kind=float
     )
     offload: bool = _setting(False, "keep anchor and outer momentum in (pinned) host memory")
-    sync_dtype: str = _setting(
+    sync_dtype: str = _preset(
         FP32, "data type in which updates are exchanged", kind=str, only=SYNC_DTYPES
     )
     sync_backend: str = _setting(

@@ -11,6 +11,7 @@ NCCL, GLOO = SYNC_BACKENDS = ("nccl", "gloo")
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4", "int2", "ternary", "sign")  # by falling size
 FP32, BF16, INT8, INT4, INT2, TERNARY, SIGN = SYNC_DTYPES
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
+DEFAULT_STRATEGY = "edit"  # the default of --edit-strategy
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
 NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
 CPU, CUDA = DEVICES = ("cpu", "cuda")

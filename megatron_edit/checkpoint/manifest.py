@@ -21,8 +21,8 @@ from megatron_edit.errors import UsageError
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 # 2: syncs that land late, wire types; 3: settings; 4: a final phase, exchanged moments,
-# loss history; 5: names of replicas, digest.
-FORMAT, VERSION = "megatron_edit checkpoint", 5
+# loss history; 5: names of replicas, digest; 6: chosen settings.
+FORMAT, VERSION = "megatron_edit checkpoint", 6
 KEYS = {"replicas_identical": "is_level"}  # fields with another name in the file
 
 
@@ -72,6 +72,8 @@ class Manifest:
             version wrote it.
         members: names of the replicas; empty where an older version wrote it.
         digest: of anchor and momentum in an elastic run, as its hub recorded it; else empty.
+        choice: fields of `method.auto.AutoChoice`; None where nothing was chosen.
+        num_deviating: syncs in a row whose time has left the prediction of the choice.
     """
 
     iteration: int
@@ -105,6 +107,8 @@ class Manifest:
     loss_history: Mapping[str, list[float]] = field(default_factory=dict)
     members: tuple[str, ...] = ()
     digest: str = ""
+    choice: Mapping[str, Any] | None = None
+    num_deviating: int = 0
 
     @property
     def is_mid_round(self) -> bool:

@@ -24,7 +24,7 @@ _HEADER = (
     "is_stopping",
     "num_losses",
 )
-_RATES = ("inner_lr", "next_lr", "round_loss")
+_RATES = ("inner_lr", "next_lr", "round_loss", "exposed")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class ControlRecord:
             where no landing is delayed.
         round_loss: nats per token, mean of the replica's training losses since the last meeting,
             the same on all its ranks; NaN where there is none.
+        exposed: seconds that the syncs landed since the last meeting added to its training, the
+            longest, the same on all its ranks; NaN where there is none.
     """
 
     round: int
@@ -63,6 +65,7 @@ class ControlRecord:
     next_lr: float = 0.0
     digests: Sequence[float] = ()
     round_loss: float = math.nan
+    exposed: float = math.nan
 
     @property
     def num_losses(self) -> int:
@@ -70,7 +73,7 @@ class ControlRecord:
         return len(self.losses)
 
     def pack(self, capacity: int) -> Tensor:
-        """Pack into float64 [10 + capacity + units + digests + buffers]; integers exact to 2^53.
+        """Pack into float64 [11 + capacity + units + digests + buffers]; integers exact to 2^53.
 
         Args:
             capacity: room for losses, the same for all records of a run.

@@ -5,6 +5,7 @@
 
 from megatron_edit.engine.engine import EditEngine as EditEngine
 from megatron_edit.engine.host import TIED_EMBEDDING as TIED_EMBEDDING
+from megatron_edit.engine.host import AutoRules as AutoRules
 from megatron_edit.engine.host import EngineGroups as EngineGroups
 from megatron_edit.engine.host import EngineSettings as EngineSettings
 from megatron_edit.engine.host import Host as Host

@@ -13,18 +13,17 @@ blocking mode the plan is committed last: until then only units that have landed
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_edit.comm.control import check_same_digests
-from megatron_edit.comm.error_context import with_lost_replicas
 from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.engine.context import ErrorContext
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, plan_round
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
@@ -49,7 +48,9 @@ from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
 from megatron_edit.engine.sync.syncs import Sync
-from megatron_edit.errors import FencedError, ReplicaLostError
+from megatron_edit.engine.tuning import AutoTuner
+from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import RoundStart
 
@@ -94,6 +95,7 @@ class EditEngine:
         nbytes = size_of_record(host, state, has_digests=has_digests)
         footprint = Footprint.measure(groups, host.plan, settings, nbytes)
         self.syncs = SyncManager(host, groups, settings, reporter, footprint)
+        self._tuner = AutoTuner.of(settings, groups, footprint.unit_numels)
         self._meetings = Meetings(
             host, groups, self._board, state, settings.timed is None, has_digests,
             poll_exchanges=self.syncs.poll_if_busy,
@@ -103,10 +105,13 @@ class EditEngine:
         self.elastic = None if elastic is None else ElasticRounds(
             settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes
         )  # fmt: skip
-        self.syncs.begin_thread(self._with_context)
         self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
         self.status = EngineStatus(settings, state, self.syncs, self._flags)
+        self._context = ErrorContext(
+            state, self.status, self._board, is_elastic=elastic is not None
+        )
+        self.syncs.begin_thread(self._context.explain)
 
     # ---- start and end
 
@@ -172,7 +177,7 @@ class EditEngine:
         state = self.state
         with self._context():
             self.syncs.land_all()
-            if not state.has_replica_stopped and not self._is_alone:
+            if not state.has_replica_stopped and not self._context.is_alone:
                 # Not stored as `state.records`: a save after the end of training needs the records
                 # of the last meeting during training.
                 records = self._meetings.exchange_records()
@@ -201,7 +206,7 @@ class EditEngine:
 
         If the host's own communication fails, this is the cause: it has ended other ranks.
         """
-        error = None if (found := self.syncs.failure) is None else self._with_context(found)
+        error = None if (found := self.syncs.failure) is None else self._context.explain(found)
         return error if isinstance(error, ReplicaLostError) else None
 
     # ---- steps
@@ -222,7 +227,8 @@ class EditEngine:
         if self.status.is_warmup:
             with self._context():
                 average_linear_buffers(self.host, self.groups)
-                average_gradients(self.host, self.groups, num_tokens)
+                with self._tuner.meter.averaging(self.state.step + 1):
+                    average_gradients(self.host, self.groups, num_tokens)
 
     def before_step(self) -> None:
         """Finish the landing sync: it must not land after the inner optimizer's next step."""
@@ -259,6 +265,7 @@ class EditEngine:
             if self.host.awaits_gather:
                 self.host.gather_parameters()
             syncs.poll()
+            self._tuner.meter.end_step(state.step)
             self._flags.post(
                 (Flag.MEET if is_requesting else Flag.NONE)
                 | (Flag.STOP if self._board.is_seen else Flag.NONE),
@@ -267,6 +274,7 @@ class EditEngine:
 
     def land_up_to(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync is landing; poll the rest."""
+        self._tuner.meter.note_gather(self.state.step + 1)
         if self.syncs.is_busy:
             with self._context(), self._stream.use():
                 self.syncs.land_up_to(num_shards)
@@ -283,7 +291,7 @@ class EditEngine:
             Whether all replicas take part: none stops here.
         """
         state = self.state
-        if not state.is_stopping and not self._is_alone:
+        if not state.is_stopping and not self._context.is_alone:
             with self._context("the meeting before an evaluation or an end"):
                 self.syncs.land_all()
                 state.is_stopping = not state.note_meeting(self._meetings.exchange_records())
@@ -296,7 +304,7 @@ class EditEngine:
         Collective: the sync group.
         """
         with self._context("the end of an evaluation"):
-            return values.unsqueeze(0) if self._is_alone else self._meetings.gather(values)
+            return values.unsqueeze(0) if self._context.is_alone else self._meetings.gather(values)
 
     def gather_step(self, values: Tensor) -> Tensor:
         """[N, ...]: values of a warm-up step from all replicas.
@@ -388,6 +396,8 @@ class EditEngine:
             self.start(saved.replica.step, saved.rounds.count)
             return
         self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
+        if self.settings.auto is not None and (choice := saved.rounds.choice) is not None:
+            self._use(choice, is_resumed=True)
         outer, detectors = self.syncs.take_anchor(), saved.rounds.detectors
         outer.load(saved.outer)
         if unfinished is not None:
@@ -416,6 +426,7 @@ class EditEngine:
         """End the warm-up: make the replicas identical, then take the anchor (method 2.3)."""
         self._common_stop.drain()
         broadcast_if_different(self.host, self.groups, self.reporter)
+        self._choose()
         self.syncs.begin(self.syncs.take_anchor())
         self.state.begin_rounds(self._round_length(self.state.step))
         self._trigger.begin_rounds()
@@ -424,6 +435,32 @@ class EditEngine:
         message = f"warm-up is over after step {self.state.step}: each replica trains alone"
         self.reporter.on_message(message)
         self._begin_local_training()
+
+    def _choose(self) -> None:
+        """Choose the settings of the next rounds: at the switch, and after a sync of all units."""
+        self.syncs.land_all()
+        choice = self._tuner.choose(self.state.step, self.state.rounds.choice, self.reporter)
+        if choice is not None:
+            self._use(choice)
+
+    def _use(self, choice: AutoChoice, *, is_resumed: bool = False) -> None:
+        """Use chosen settings from the next round on. No sync is under way.
+
+        Collective: the ranks of the replica.
+        """
+        assert self.settings.auto is not None, "settings without rules for a choice"
+        self.settings = settings = self.settings.auto.settings_for(choice)
+        has_digests = not settings.landing.is_immediate
+        self.state.use(settings, choice)
+        nbytes = size_of_record(self.host, self.state, has_digests=has_digests)
+        footprint = Footprint.measure(self.groups, self.host.plan, settings, nbytes)
+        self.syncs.reconfigure(settings, footprint)
+        self._meetings = replace(self._meetings, has_digests=has_digests)
+        self._trigger = create_trigger(settings, self.host, self.state)
+        self._outcomes = replace(self._outcomes, settings=settings, trigger=self._trigger)
+        self.syncs.begin_thread(self._context.explain)
+        self.state.rounds = replace(self.state.rounds, length=settings.schedule.interval)
+        self.reporter.on_choice(choice, is_resumed=is_resumed)
 
     def _begin_local_training(self) -> None:
         if (message := self.host.set_local_training(True)) is not None:
@@ -479,6 +516,8 @@ class EditEngine:
         self.state.is_stopping, self.state.is_waiting = is_stopped or is_ending, is_stopped
         if meeting.ends_rounds and not is_stopped:
             self._end_rounds()
+        elif meeting.chooses_again and not is_stopped:
+            self._choose()
         self.state.begin_phase()
 
     def _meet_once(self, meeting: MeetingPlan) -> bool:
@@ -522,10 +561,10 @@ class EditEngine:
     def _plan_round(self, meeting: MeetingPlan) -> tuple[RoundPlan, float]:
         """Exchange records and plan the round; return the plan and the seconds waited."""
         state, syncs, selection = self.state, self.syncs, meeting.selection
-        norms, loss = syncs.norms(selection, state.losses.mean())
+        norms, loss, exposed = syncs.norms(selection, state.losses.mean())
         waiting = time.monotonic()
         records = self._meetings.exchange_records(
-            norms, syncs.late_digests(selection), round_loss=loss
+            norms, syncs.late_digests(selection), round_loss=loss, exposed=exposed
         )
         waited = time.monotonic() - waiting
         rules = self.settings.round_rules
@@ -545,11 +584,6 @@ class EditEngine:
             self.elastic.report_progress(self._board.heartbeat.batches)
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether this replica acts without the others: in an elastic run, between two syncs."""
-        return self.elastic is not None and not self.status.is_warmup
-
-    @property
     def _must_equalize(self) -> bool:
         """Whether training is over and the replicas are not yet identical."""
         return self._trigger.is_over and not self.state.rounds.replicas_identical
@@ -563,36 +597,3 @@ class EditEngine:
         for sync in syncs:
             self.syncs.begin_landing(sync)
             self.syncs.land_all()
-
-    # ---- errors
-
-    def _with_context(self, error: Exception) -> Exception:
-        """Return an error of the progress thread; a lost replica with its number and place."""
-        if not isinstance(error, ReplicaLostError):
-            return error
-        try:
-            with self._context():
-                raise error
-        except ReplicaLostError as found:
-            return found
-
-    @contextmanager
-    def _context(self, what: str = "") -> Iterator[None]:
-        """Disable gradients, and add the step and the lost replicas to errors.
-
-        Args:
-            what: the action, for messages; empty is the sync of the round, or the warm-up.
-        """
-        try:
-            with torch.no_grad():
-                yield
-        except ReplicaLostError as error:
-            if error.has_context:
-                raise
-            place = f"{what or self.status.activity} (step {self.state.step})"
-            if self._is_alone:
-                raise FencedError(f"a rank of this replica is lost in {place}: {error}") from error
-            raise with_lost_replicas(error, self._board.heartbeat, place) from error
-        except Exception as error:
-            error.add_note(f"in round {self.status.round} of EDiT, after step {self.state.step}")
-            raise

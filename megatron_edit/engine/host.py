@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.wire import NUM_PHASES, Wire
 from megatron_edit.engine.plan import Decision, Penalty, RoundRules
 from megatron_edit.engine.units import UnitPlan, UnitShard
+from megatron_edit.method.auto import AutoChoice, SyncSettings
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.outer import OuterRule
@@ -241,6 +242,14 @@ class Reporter(Protocol):
                 for each step.
         """
 
+    def on_choice(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+        """Report the chosen settings of the rounds.
+
+        Args:
+            choice: see `method.auto`.
+            is_resumed: whether a checkpoint had it.
+        """
+
     def on_message(self, text: str) -> None:
         """Log a line that is the same on all ranks."""
 
@@ -317,6 +326,25 @@ class TimedRounds:
 
 
 @dataclass(frozen=True)
+class AutoRules:
+    """How settings of the rounds are chosen (`--edit-auto`).
+
+    Attributes:
+        given: value of each setting: given, or the usual one.
+        open: names of those that are chosen.
+        target: share of the speed without syncs that is to be reached.
+        last_local_step: last step before the final synchronous phase, or of the training.
+        settings_for: the engine's settings with a choice.
+    """
+
+    given: SyncSettings
+    open: tuple[str, ...]
+    target: float
+    last_local_step: int
+    settings_for: Callable[[AutoChoice], EngineSettings]
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """Settings of an engine.
 
@@ -335,6 +363,7 @@ class EngineSettings:
         offload: whether the outer state lives in host memory.
         moments: which moments of the inner optimizer are averaged, and at which syncs.
         checks_commit: whether replicas compare the results of a blocking sync before they apply it.
+        auto: how a part of these settings is chosen during training; None: all are given.
     """
 
     schedule: Schedule
@@ -351,6 +380,7 @@ class EngineSettings:
     offload: bool
     moments: MomentSchedule
     checks_commit: bool
+    auto: AutoRules | None
 
     @property
     def round_rules(self) -> RoundRules:
@@ -363,12 +393,14 @@ class EngineSettings:
             min_steps,
             has_final_round=self.timed is None or self.timed.steps is None,
             moments=self.moments,
+            target=0.0 if self.auto is None else self.auto.target,
         )
 
     @property
     def num_phases(self) -> int:
         """Phases that exchanges of the sync group may have, see `comm.wire`; 0 if none has any."""
-        return NUM_PHASES if self.moments.rule.has_phases else self.wire.num_phases
+        has_phases = self.moments.rule.has_phases or self.auto is not None
+        return NUM_PHASES if has_phases else self.wire.num_phases
 
     def checks_drift_after(self, round: int) -> bool:
         """Whether drift is checked after a sync: every `digest_interval`-th sync of a fragment."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
 from megatron_edit.engine.units import Selection
+from megatron_edit.method.auto import AutoChoice, leaves_prediction
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import BlockAssignment
@@ -216,6 +217,7 @@ class RoundRules:
         has_final_round: whether the last blocks are assigned by quota, so that the clock does not
             end their round.
         moments: which moments of the inner optimizer are averaged, and at which syncs.
+        target: share of the speed without syncs that a choice of settings was to reach.
     """
 
     penalty: Penalty
@@ -224,6 +226,7 @@ class RoundRules:
     min_steps: float = 0.0
     has_final_round: bool = True
     moments: MomentSchedule = NEVER
+    target: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,8 @@ class RoundState:
         members: names of the replicas, in the order of the rows of all tables.
         assigned_to: names of the replicas of `assignment`, in its order: others may meet after a
             round than those that began it.
+        choice: of the settings in use, with `--edit-auto`; else None.
+        num_deviating: syncs in a row whose time has left the prediction of the choice.
     """
 
     count: int
@@ -259,6 +264,8 @@ class RoundState:
     first_loss: float | None = None
     members: tuple[str, ...] = ()
     assigned_to: tuple[str, ...] = ()
+    choice: AutoChoice | None = None
+    num_deviating: int = 0
 
     def __post_init__(self) -> None:
         numbered = tuple(map(str, range(len(self.unit_steps))))
@@ -415,6 +422,8 @@ def plan_round(
         first_loss=first_loss,
         members=before.members,
         assigned_to=before.members if is_assigned else before.assigned_to,
+        choice=before.choice,
+        num_deviating=0 if is_last else _num_deviating(before, records, rules.target),
     )
     return RoundPlan(
         MeetingOutcome.SYNC,
@@ -436,6 +445,14 @@ def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
     if num_replicas == 1:
         return NO_MOMENTS
     return rules.moments.rule_of(sync, rules.schedule.fragments)
+
+
+def _num_deviating(before: RoundState, records: Sequence[ControlRecord], target: float) -> int:
+    """Syncs in a row that took another time than predicted: the time that all replicas lost."""
+    known = [record.exposed for record in records if math.isfinite(record.exposed)]
+    if before.choice is None or not known:
+        return before.num_deviating
+    return before.num_deviating + 1 if leaves_prediction(before.choice, min(known), target) else 0
 
 
 def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:

@@ -21,6 +21,7 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Re
 from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, RoundState
 from megatron_edit.engine.saved import EngineState
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
@@ -322,6 +323,18 @@ class RunState:
         self.round_start = self.step
         self.records = ()  # those of evaluations in warm-up belong to no round
         self.rounds = replace(self.rounds, length=round_length)
+
+    def use(self, settings: EngineSettings, choice: AutoChoice) -> None:
+        """Use chosen settings from the next round on.
+
+        Args:
+            settings: of the engine, with the choice.
+            choice: see `RoundState`.
+        """
+        self.rounds = replace(self.rounds, choice=choice)
+        self.timeout.meetings = settings.schedule.fragments
+        if isinstance(self.losses, StepLosses):
+            self.losses.capacity = settings.schedule.interval
 
     def assign_blocks(self, assignment: BlockAssignment) -> None:
         """Replace the assignment of blocks, where replicas run at their own speeds."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_edit.comm.wire import NUM_PHASES, Wire
-from megatron_edit.config import EditConfig
+from megatron_edit.config import AUTO_SETTINGS, EditConfig
 from megatron_edit.constants import ADACOMM, OVERLAP, STL
-from megatron_edit.engine import EngineSettings, Penalty, TimedRounds
+from megatron_edit.engine import AutoRules, EngineSettings, Penalty, TimedRounds
+from megatron_edit.method.auto import AutoChoice, SyncSettings
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.loss_check import LossCheckConfig
 from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.schedule import (
+    LaterSchedule,
     LossSchedule,
     QuadraticSchedule,
     Schedule,
@@ -21,7 +25,11 @@ from megatron_edit.method.strategy import STRATEGIES, RuleSettings
 
 
 def engine_settings(
-    config: EditConfig, sync_mode: str, target_blocks: int, last_local_step: int
+    config: EditConfig,
+    sync_mode: str,
+    target_blocks: int,
+    last_local_step: int,
+    origin: int | None = None,
 ) -> EngineSettings:
     """Return the engine's settings.
 
@@ -30,6 +38,7 @@ def engine_settings(
         sync_mode: resolved `--edit-sync-mode`.
         target_blocks: steps of all replicas together in the whole training.
         last_local_step: last step before the final synchronous phase, or of the training.
+        origin: step after which the first of these rounds began; None is the end of the warm-up.
     """
     strategy = STRATEGIES[config.strategy]
     rule = RuleSettings(config.outer_lr, config.outer_momentum, config.co2_gap, config.co2_clip)
@@ -40,8 +49,8 @@ def engine_settings(
         target_blocks,
         None if strategy.is_timed else config.sync_interval,
     )
-    return EngineSettings(
-        schedule=schedule_of(config, last_local_step),
+    settings = EngineSettings(
+        schedule=schedule_of(config, last_local_step, origin),
         penalty=penalty_of(config),
         outer=strategy.make_rule(rule),
         max_norm=None if config.no_clip else config.clip,
@@ -55,7 +64,21 @@ def engine_settings(
         offload=config.offload,
         moments=moments_of(config),
         checks_commit=config.check_commits or is_elastic,
+        auto=None,
     )
+    if not config.auto:
+        return settings
+
+    def settings_for(choice: AutoChoice) -> EngineSettings:
+        chosen = {name: getattr(choice.settings, name) for name in config.open_settings}
+        known = replace(config, auto=False, auto_share=EditConfig.auto_share, **chosen)
+        since = choice.since
+        found = engine_settings(known, sync_mode, target_blocks, last_local_step, since)
+        return replace(found, auto=rules)
+
+    given = SyncSettings(**{name: getattr(config, name) for name in AUTO_SETTINGS})
+    rules = AutoRules(given, config.open_settings, config.auto_share, last_local_step, settings_for)
+    return replace(settings, auto=rules)
 
 
 def landing_of(config: EditConfig) -> LandingRule:
@@ -76,16 +99,17 @@ def moments_of(config: EditConfig) -> MomentSchedule:
 
 def num_phases_of(config: EditConfig) -> int:
     """Return the number of phases of an exchange for which sync groups are made; 0: no phases."""
-    has_phases = moments_of(config).rule.has_phases
+    has_phases = moments_of(config).rule.has_phases or config.auto
     return NUM_PHASES if has_phases else Wire.of(config.sync_dtype).num_phases
 
 
-def schedule_of(config: EditConfig, last_local_step: int) -> Schedule:
+def schedule_of(config: EditConfig, last_local_step: int, origin: int | None = None) -> Schedule:
     """Return the schedule of syncs.
 
     Args:
         config: settings of the user.
         last_local_step: last step before the final synchronous phase, or of the training.
+        origin: see `engine_settings`; of rounds of a fixed length.
     """
     is_endless = STRATEGIES[config.strategy].endless_warmup
     warmup = None if is_endless else config.warmup_steps
@@ -96,7 +120,7 @@ def schedule_of(config: EditConfig, last_local_step: int) -> Schedule:
         return StagewiseSchedule(*usual, config.stl_stages, last_local_step)
     if config.interval == ADACOMM:
         return LossSchedule(*usual)
-    return StepSchedule(*usual)
+    return StepSchedule(*usual) if origin is None else LaterSchedule(*usual, origin)
 
 
 def penalty_of(config: EditConfig) -> Penalty:

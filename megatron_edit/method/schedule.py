@@ -99,6 +99,12 @@ class StepSchedule:
     fragments: int
     has_fixed_rounds = True
 
+    @property
+    def first_step(self) -> int:
+        """The step after which the first round of this length begins: W."""
+        assert self.warmup_steps is not None, "an endless warm-up has no rounds"
+        return self.warmup_steps
+
     def is_warmup(self, step: int) -> bool:
         """Whether `step` is one of the first W, or the warm-up is endless."""
         return self.warmup_steps is None or step <= self.warmup_steps
@@ -111,7 +117,7 @@ class StepSchedule:
         """The f for which s - W - floor(f tau / F) is a multiple of tau; none in warm-up."""
         if self.warmup_steps is None or step <= self.warmup_steps:
             return ()
-        count = step - self.warmup_steps
+        count = step - self.first_step
         return [
             fragment
             for fragment in range(self.fragments)
@@ -121,6 +127,22 @@ class StepSchedule:
     def round_length(self, start: RoundStart) -> int:
         """tau steps, wherever the round begins."""
         return self.interval
+
+
+@dataclass(frozen=True)
+class LaterSchedule(StepSchedule):
+    """A step schedule whose first round begins after another step than W.
+
+    Attributes:
+        origin: the step.
+    """
+
+    origin: int
+
+    @property
+    def first_step(self) -> int:
+        """The step after which the first round of this length begins."""
+        return self.origin
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.engine import SyncReport
 from megatron_edit.errors import UsageError
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
 from megatron_edit.observe.earlier_runs import files_to_move, move_aside, next_number
@@ -127,7 +128,8 @@ class EventLog:
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
         is_earlier_there = self._dir is not None and (self._dir / RUN).exists()
         self._segment_number = self._number_of_earlier + is_earlier_there
-        self._header: str | None = None  # the text of run.json, from `begin` on
+        self._run: dict[str, Any] | None = None  # content of run.json, from `begin` on
+        self._is_header_written = False
         self._is_folder_ready = True
         self._samples = _SampleCounts()
         self._lines: list[tuple[str, Mapping[str, Any]]] = []  # since the last flush, by file
@@ -196,7 +198,7 @@ class EventLog:
         """
         if self._dir is None:
             return
-        self._header = json.dumps(run, indent=2, sort_keys=True, default=str) + "\n"
+        self._run = dict(run)
         self._is_folder_ready = is_joining
         self.flush()
 
@@ -272,6 +274,21 @@ class EventLog:
         for listener in self._listeners:
             listener.on_end(ending)
 
+    def on_choice(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+        """Print the chosen settings and why, and add them to `run.json`.
+
+        Args:
+            choice: of the settings of the rounds.
+            is_resumed: whether a checkpoint had it.
+        """
+        if self._placement.is_writer:
+            for line in choice.lines():
+                say(f"{line} (of the checkpoint)" if is_resumed else line)
+        if self._run is not None:
+            self._run.setdefault("choices", []).append(choice.as_json())
+            self._is_header_written = False
+            self.flush()
+
     def on_message(self, text: str) -> None:
         """Print a line: on the console for replica 0, else in the replica's own file."""
         if self._placement.is_writer:
@@ -289,7 +306,7 @@ class EventLog:
         lines, self._lines = self._lines, []
         for name, line in lines:
             self._writer_of(name).append(line)
-        if self._header is not None and not self._attempt(self._prepare_folder):
+        if self._run is not None and not self._attempt(self._prepare_folder):
             return  # nothing is written before an earlier run's files are renamed
         for file in self._files.values():
             self._attempt(file.flush)
@@ -297,7 +314,7 @@ class EventLog:
     def close(self) -> None:
         """Close all files and listeners, and report how many lines were lost. Idempotent."""
         self.flush()
-        if self._dir is not None and self._header is not None and self._ending is not None:
+        if self._dir is not None and self._run is not None and self._ending is not None:
             self._writer_of(self._own_file).append(self._ending.line(self.num_lost), is_last=True)
             self._ending = None
             self.flush()
@@ -332,21 +349,24 @@ class EventLog:
         return self._files[name]
 
     def _prepare_folder(self) -> None:
-        """Rename an earlier run's files, once; write `run.json`, again if the folder was deleted.
+        """Rename an earlier run's files, once; write `run.json`, again if it has changed or was
+        deleted.
 
         Raises:
             OSError: this is not possible now.
         """
-        assert self._dir is not None and self._header is not None, "no folder to prepare"
+        assert self._dir is not None and self._run is not None, "no folder to prepare"
         needed = self._dir / RUN if self._is_first_replica else self._dir
-        if self._is_folder_ready and needed.exists():
+        if self._is_folder_ready and self._is_header_written and needed.exists():
             return
         self._dir.mkdir(parents=True, exist_ok=True)
         if not self._is_folder_ready:
             old = files_to_move(self._dir, self._own_file, self._all_files)
             move_aside(old, self._number_of_earlier)
         if self._is_first_replica:
-            write_atomic(self._dir / RUN, self._header)
+            text = json.dumps(self._run, indent=2, sort_keys=True, default=str) + "\n"
+            write_atomic(self._dir / RUN, text)
+        self._is_header_written = True
         self._is_folder_ready = True
 
     def _attempt(self, write: Callable[[], None]) -> bool:

@@ -32,6 +32,7 @@ from megatron_edit.engine import (
     plan_units,
 )
 from megatron_edit.host.settings import engine_settings, num_phases_of
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
 
@@ -203,6 +204,7 @@ class Collector:
         self.syncs: list[SyncReport] = []
         self.losses: list[tuple[int, float]] = []
         self.messages: list[str] = []
+        self.choices: list[tuple[AutoChoice, bool]] = []
 
     def on_sync(self, report: SyncReport) -> None:
         self.syncs.append(report)
@@ -214,6 +216,9 @@ class Collector:
 
     def on_message(self, text: str) -> None:
         self.messages.append(text)
+
+    def on_choice(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+        self.choices.append((choice, is_resumed))
 
     def on_local_message(self, text: str) -> None:
         self.messages.append(text)

@@ -15,14 +15,12 @@ from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import TARGET_SYNC_SHARE
 from megatron_edit.constants import SYNC_DTYPES
+from megatron_edit.method.cost import WORK_BEFORE_EXCHANGE, UnitExchange, exposed_seconds
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval
 from megatron_edit.tools.plan.exchanges import (
-    WORK_BEFORE_EXCHANGE,
     TimingSetting,
-    UnitExchange,
-    exposed_seconds,
     gradient_traffic,
     stock_traffic,
     sync_cost,

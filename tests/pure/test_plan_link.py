@@ -10,14 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
+from megatron_edit.method.cost import UnitExchange, exposed_of_round
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
-from megatron_edit.tools.plan.exchanges import (
-    TimingSetting,
-    UnitExchange,
-    exposed_of_round,
-    sync_cost,
-)
+from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import GPU, Link
 

@@ -111,7 +111,7 @@ class Completion:
         for replica in range(len(self.saved.steps)):
             self._load(replica)
             device = self.groups.sync.device
-            found, _ = replica_norms(self.host.plan, self.outer, self.groups.replica, device)
+            found, *_ = replica_norms(self.host.plan, self.outer, self.groups.replica, device)
             norms.append(found.cpu())
             buffers.append(shared_values(self.host))
         return torch.stack(norms), buffers

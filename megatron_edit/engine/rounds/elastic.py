@@ -232,7 +232,7 @@ class ElasticRounds:
 
         Collective: the ranks of the replica, and the sync group as the hub forms it.
         """
-        norms, loss = self.syncs.norms(meeting.selection, self.state.losses.mean())
+        norms, loss, _ = self.syncs.norms(meeting.selection, self.state.losses.mean())
         attempt, self.is_ending = self.membership.decide(
             lambda: RoundAttempt(self, meeting, norms, loss), self
         )

@@ -51,6 +51,7 @@ class Meetings:
         digests: Mapping[int, float] | None = None,
         *,
         round_loss: float = math.nan,
+        exposed: float = math.nan,
         is_stopping: bool = False,
     ) -> list[ControlRecord]:
         """Exchange control records with the other replicas.
@@ -61,13 +62,16 @@ class Meetings:
             norms: of the units that are to sync, by position.
             digests: of those of them whose landing was delayed, by position.
             round_loss: mean loss of the replica since the last meeting.
+            exposed: see `ControlRecord`.
             is_stopping: whether this replica stops on request.
 
         Returns:
             The records by replica. If one of them is stopping, no sync follows.
         """
         with record_function("edit/meeting"):
-            mine = self.pack(norms, digests, round_loss=round_loss, is_stopping=is_stopping)
+            mine = self.pack(
+                norms, digests, round_loss=round_loss, exposed=exposed, is_stopping=is_stopping
+            )
             return self.unpack(self.gather(mine))
 
     def pack(
@@ -76,6 +80,7 @@ class Meetings:
         digests: Mapping[int, float] | None = None,
         *,
         round_loss: float = math.nan,
+        exposed: float = math.nan,
         is_stopping: bool = False,
     ) -> Tensor:
         """The record of this replica; see `exchange_records`."""
@@ -86,6 +91,7 @@ class Meetings:
             buffers=shared_values(self.host),
             is_stopping=int(is_stopping),
             round_loss=round_loss,
+            exposed=exposed,
             digests=_row(digests or {}, units) if self.has_digests else (),
         )
         return mine.pack(state.losses.capacity)

@@ -12,6 +12,7 @@ from typing import Protocol
 from megatron_edit.engine.host import EngineSettings, Host, TimedRounds
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.units import FragmentPlan, Selection
+from megatron_edit.method.auto import PATIENCE
 from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.schedule import Schedule
 
@@ -22,13 +23,15 @@ class MeetingPlan:
 
     Attributes:
         selection: the units that sync.
-        is_last: whether local training ends with it.
+        is_last: whether all units sync and land at once, as where local training ends with it.
         ends_rounds: whether the final synchronous phase follows.
+        chooses_again: whether the settings of the rounds are chosen again after its sync.
     """
 
     selection: Selection
     is_last: bool
     ends_rounds: bool = False
+    chooses_again: bool = False
 
 
 class SyncTrigger(Protocol):
@@ -84,7 +87,8 @@ class StepTrigger:
 
     def meeting_after(self, step: int, *, is_requested: bool) -> MeetingPlan | None:
         """A meeting of the fragments that are due after `step`, without a request; of all fragments
-        at the end of local training, so that no partial round is lost."""
+        at the end of local training, so that no partial round is lost, and where the settings are
+        chosen again."""
         progress, state = self.host.progress(), self.state
         is_last = progress.is_last_step or progress.begins_final_phase
         due: Sequence[int] = range(self.schedule.fragments)
@@ -92,7 +96,11 @@ class StepTrigger:
             due = self.schedule.fragments_after(step, state.round_start, state.rounds.length)
         if not due:
             return None
-        return MeetingPlan(self.fragments.union(due), is_last, progress.begins_final_phase)
+        chooses_again = state.rounds.num_deviating >= PATIENCE and not is_last
+        if chooses_again:
+            due, is_last = range(self.schedule.fragments), True
+        units = self.fragments.union(due)
+        return MeetingPlan(units, is_last, progress.begins_final_phase, chooses_again)
 
     def next_meeting(self) -> MeetingPlan:
         """The meeting that was due after the last step, for a replica that resumes at it."""

@@ -97,6 +97,22 @@ class SyncManager:
         momenta = {name: unit.momentum for name, unit in outer.units.items()}
         self._host.attach_outer_state(anchors, momenta)
 
+    def reconfigure(self, settings: EngineSettings, footprint: Footprint) -> None:
+        """Use other settings for the syncs from now on. None may be under way.
+
+        Args:
+            settings: of the engine; wire type, landing and depth may differ.
+            footprint: sizes for reports.
+        """
+        assert not self._all(), "settings change while a sync is under way"
+        self.close()
+        self._thread, self._thread_steps = None, False
+        self._settings = settings
+        self._reports = SyncReports(self._groups, self._reporter, settings.wire, footprint)
+        if self._outer is not None:
+            sync = self._groups.sync
+            self._outer = self._outer.with_wire(settings.wire, sync.size, sync.device)
+
     def end(self) -> None:
         """Drop anchor and outer momentum, after the rounds are over and all units have landed."""
         self._outer = None
@@ -119,14 +135,18 @@ class SyncManager:
         """Sizes that no single rank knows."""
         return self._reports.footprint
 
-    def norms(self, selection: Selection, loss: float) -> tuple[dict[int, float], float]:
-        """||A - theta|| of this replica by unit position, and its loss; see `replica_norms`.
+    def norms(self, selection: Selection, loss: float) -> tuple[dict[int, float], float, float]:
+        """||A - theta|| of this replica by unit position, its loss, and the seconds that syncs have
+        added to its training since the last meeting; see `replica_norms`.
 
         Collective: the ranks of the replica.
         """
         replica, device = self._groups.replica, self._groups.sync.device
-        norms, loss = replica_norms(selection.plan, self.outer, replica, device, loss)
-        return dict(zip(selection.indices, norms.tolist(), strict=True)), loss
+        exposed, self._reports.exposed = self._reports.exposed, math.nan
+        norms, loss, exposed = replica_norms(
+            selection.plan, self.outer, replica, device, loss, exposed
+        )
+        return dict(zip(selection.indices, norms.tolist(), strict=True)), loss, exposed
 
     def late_digests(self, selection: Selection) -> dict[int, float]:
         """Digests of units that have landed since their last meeting, by position."""

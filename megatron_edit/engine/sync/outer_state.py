@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,21 @@ class OuterState:
             units[shard.name] = UnitState(anchor, momentum, copies, residual)
         return cls(units, copies)
 
+    def with_wire(self, wire: Wire, num_replicas: int, device: torch.device) -> OuterState:
+        """The same anchor and momentum for another type on the wire, whose residuals begin at zero.
+
+        Args:
+            wire: type on the wire.
+            num_replicas: N.
+            device: of the parameters.
+        """
+        units = {}
+        for name, unit in self.units.items():
+            numel = unit.anchor.numel()
+            residual = wire.new_residual(numel, num_replicas, device) if wire.has_residual else None
+            units[name] = replace(unit, residual=residual)
+        return replace(self, units=units)
+
     def load(self, saved: Mapping[str, UnitTensors]) -> None:
         """Load the tensors of a checkpoint, by unit; missing ones keep their value."""
         for name, tensors in saved.items():
@@ -211,8 +226,10 @@ def replica_norms(
     replica: Group,
     device: torch.device,
     loss: float = math.nan,
-) -> tuple[Tensor, float]:
-    """||A - theta|| of every unit of this replica, and its loss, the same bits on all its ranks.
+    exposed: float = math.nan,
+) -> tuple[Tensor, float, float]:
+    """||A - theta|| of every unit of this replica, its loss, and the time that its last sync added;
+    the same bits on all its ranks.
 
     Collective: the ranks of the replica.
 
@@ -223,9 +240,11 @@ def replica_norms(
         device: of the parameters.
         loss: of this rank; NaN where it is not known. With pipeline stages only the last one
             knows it.
+        exposed: seconds, of this rank; NaN where there is none.
 
     Returns:
-        The norms, float64 [U], and the loss of the last rank that knows it; NaN if none does.
+        The norms, float64 [U], the loss of the last rank that knows it, and the longest time; NaN
+        if none is known.
     """
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
@@ -238,7 +257,11 @@ def replica_norms(
                 anchor.release()
             del anchor  # free it before the shard after the next is staged
     state.end_sync()
-    own_loss = torch.tensor([loss], dtype=torch.float64, device=device)
-    rows = replica.all_gather(torch.cat((squares, own_loss)))
-    losses = [each for each in rows[:, -1].tolist() if not math.isnan(each)]
-    return sum_in_rank_order(rows[:, :-1]).sqrt(), losses[-1] if losses else math.nan
+    own = torch.tensor([loss, exposed], dtype=torch.float64, device=device)
+    rows = replica.all_gather(torch.cat((squares, own)))
+    losses, times = (
+        [each for each in column.tolist() if not math.isnan(each)]
+        for column in rows[:, -2:].unbind(1)
+    )
+    norms = sum_in_rank_order(rows[:, :-2]).sqrt()
+    return norms, losses[-1] if losses else math.nan, max(times, default=math.nan)

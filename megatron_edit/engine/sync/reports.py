@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +75,8 @@ class SyncReports:
         footprint: sizes.
         late_digests: of units with a delayed landing, by position, until their next meeting, which
             compares them: replicas land at different times.
+        exposed: seconds that a sync added to training, without the wait at its meeting; the longest
+            since the last meeting, NaN where no sync was reported.
     """
 
     groups: EngineGroups
@@ -81,6 +84,7 @@ class SyncReports:
     wire: Wire
     footprint: Footprint
     late_digests: dict[int, float] = field(default_factory=dict)
+    exposed: float = math.nan
 
     def report(self, sync: Sync) -> None:
         """Check for drift and report a sync, after the outer step of all units. Once per sync.
@@ -95,6 +99,9 @@ class SyncReports:
         plan = sync.plan
         digest = self._check(sync) if plan.is_checked else sync.digest
         sync.is_reported = True
+        seconds = sync.seconds()
+        exposed = max(0.0, seconds["exposed"] - seconds["wait"])
+        self.exposed = exposed if math.isnan(self.exposed) else max(self.exposed, exposed)
         report = SyncReport(
             round=plan.round,
             step=plan.step,
@@ -109,7 +116,7 @@ class SyncReports:
             epoch=plan.epoch,
             wire_bytes=self.wire_bytes(plan),
             state_bytes=self.footprint.state_bytes,
-            seconds=sync.seconds(),
+            seconds=seconds,
             digest=digest,
         )
         self.reporter.on_sync(report)

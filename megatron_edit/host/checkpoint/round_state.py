@@ -13,6 +13,7 @@ from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ledger_of
 from megatron_edit.engine import RoundState
 from megatron_edit.errors import UsageError
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.loss_check import LossHistory
 
@@ -34,6 +35,8 @@ def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
         "ledger": None if assignment is None else ledger_of(assignment),
         "first_loss": rounds.first_loss,
         "members": rounds.members,
+        "choice": None if rounds.choice is None else rounds.choice.as_json(),
+        "num_deviating": rounds.num_deviating,
     }
 
 
@@ -70,7 +73,23 @@ def rounds_of(
         resumes_at_meeting=plan.resumes_at_meeting,
         first_loss=manifest.first_loss if continues else None,
         members=manifest.members if continues else (),
+        choice=_choice_of(path, manifest),
+        num_deviating=manifest.num_deviating if continues else 0,
     )
+
+
+def _choice_of(path: Path, manifest: Manifest) -> AutoChoice | None:
+    """Return the saved choice of settings, in the rounds.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    if manifest.choice is None or manifest.is_warmup:
+        return None
+    try:
+        return AutoChoice.from_json(manifest.choice)
+    except (KeyError, TypeError) as error:
+        raise UsageError(str(path), f"the choice of settings is broken: {error}", REMEDY) from error
 
 
 def _unit_steps_of(

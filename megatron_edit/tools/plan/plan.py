@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_edit.constants import FP32, NONE
 from megatron_edit.errors import UsageError
+from megatron_edit.method.cost import Cost
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.plan.advice import Advice, advise
 from megatron_edit.tools.plan.exchanges import (
-    Cost,
     TimingSetting,
     Traffic,
     forward_seconds,

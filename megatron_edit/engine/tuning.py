@@ -1,0 +1,239 @@
+"""`--edit-auto`: measures links and steps, chooses the settings of the rounds, and chooses again.
+
+In the last steps of the warm-up the time of a step, of its averaging of gradients, and of its
+forward pass are measured; at the switch the links, with all ranks of all replicas at once, and the
+local work of an exchange in each wire type. Every rank then chooses from the same gathered values.
+In the rounds each record has the time that the replica's last sync added to training. If it leaves
+the prediction for some syncs in a row (`method/auto.py`), all units sync at the next meeting and
+land at once, the links are measured again, and the next round begins with a new choice.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.wire import Wire, moment_bytes
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter
+from megatron_edit.method.auto import AutoChoice, AutoSetting, Measurement, choose
+from megatron_edit.method.expected_loss import WIRE_LOSS
+from megatron_edit.method.outer import Nesterov
+
+MEASURED_STEPS = 10  # at the end of the warm-up
+_PROBE_SECONDS = 0.3  # least duration of the transfer that gives the rate
+_FIRST_PROBE = 1 << 14  # elements
+_LARGEST_PROBE = 1 << 24
+_WORK_NUMEL = 1 << 18
+_TINY_MESSAGES = 5
+
+
+@dataclass
+class StepMeter:
+    """Seconds of the last steps of the warm-up on this rank.
+
+    Attributes:
+        groups: the communication groups.
+        last_step: W, the last step of the warm-up; None measures nothing.
+        steps: seconds of measured steps, without the averaging of gradients.
+        forwards: seconds of their forward passes, from the first gather of parameters to the last.
+    """
+
+    groups: EngineGroups
+    last_step: int | None
+    steps: list[float] = field(default_factory=list)
+    forwards: list[float] = field(default_factory=list)
+    _began: float | None = None  # when the step began
+    _averaging: float = 0.0
+    _gathers: tuple[float, float] | None = None  # first and last gather of the step
+
+    def is_measured(self, step: int) -> bool:
+        """Whether a step is measured.
+
+        Args:
+            step: s, from 1.
+        """
+        last = self.last_step
+        return last is not None and last - MEASURED_STEPS < step <= last
+
+    @contextmanager
+    def averaging(self, step: int) -> Iterator[None]:
+        """Measure the averaging of gradients, and the wait for other replicas in it."""
+        if not self.is_measured(step):
+            yield
+            return
+        began = self._now()
+        yield
+        self._averaging += self._now() - began
+
+    def note_gather(self, step: int) -> None:
+        """Note that the forward pass of step `step` gathers parameters."""
+        if self.is_measured(step):
+            now = self._now()
+            self._gathers = (now if self._gathers is None else self._gathers[0], now)
+
+    def end_step(self, step: int) -> None:
+        """Note the end of step `step`."""
+        if not self.is_measured(step + 1):
+            self._began = None
+            return
+        now = self._now()
+        if self._began is not None:
+            self.steps.append(now - self._began - self._averaging)
+            if self._gathers is not None:
+                self.forwards.append(self._gathers[1] - self._gathers[0])
+        self._began, self._averaging, self._gathers = now, 0.0, None
+
+    def _now(self) -> float:
+        _synchronize(self.groups)
+        return time.monotonic()
+
+
+@dataclass
+class AutoTuner:
+    """Measures and chooses, on all ranks alike.
+
+    Attributes:
+        settings: of the run, before a choice.
+        groups: the communication groups.
+        unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
+        meter: of the steps of the warm-up; measures nothing where nothing is chosen.
+    """
+
+    settings: EngineSettings
+    groups: EngineGroups
+    unit_numels: Tensor
+    meter: StepMeter
+
+    @classmethod
+    def of(cls, settings: EngineSettings, groups: EngineGroups, unit_numels: Tensor) -> AutoTuner:
+        """The tuner of a run, with `--edit-auto` or without."""
+        last = settings.schedule.warmup_steps if settings.auto is not None else None
+        return cls(settings, groups, unit_numels, StepMeter(groups, last))
+
+    def choose(self, step: int, before: AutoChoice | None, reporter: Reporter) -> AutoChoice | None:
+        """Measure links and local work, and choose.
+
+        Collective: all ranks of all replicas.
+
+        Args:
+            step: s, after which the choice is used.
+            before: the choice in use: step and forward pass stay as it has them.
+            reporter: receives a message if no step of the warm-up was measured.
+
+        Returns:
+            The choice; None where nothing is to be chosen, or no step was measured.
+        """
+        if self.settings.auto is None:
+            return None
+        if before is not None:
+            return self._choose(step, before.measured.step, before.measured.forward)
+        mine = [_median(self.meter.steps), _median(self.meter.forwards, default=0.0)]
+        seconds, forward = _gather_all(self.groups, mine)[:, :2].unbind(dim=1)
+        if bool(seconds.isnan().any()):
+            reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
+            return None
+        return self._choose(step, float(seconds.max()), float(forward.min()))
+
+    def _choose(self, step: int, seconds: float, forward: float) -> AutoChoice:
+        groups, rules = self.groups, self.settings.auto
+        assert rules is not None, "settings without rules for a choice"
+        rate, latency = measure_links(groups)
+        largest = self.unit_numels.max(dim=0).values.tolist()
+        wires = list(WIRE_LOSS) if "sync_dtype" in rules.open else [rules.given.sync_dtype]
+        mine = [_work_per_element(wire, groups) for wire in wires]
+        work = _gather_all(groups, mine).max(dim=0).values.tolist()
+        size, moments = groups.sync.size, self.settings.moments
+
+        def payload(numel: int, wire: str) -> int:
+            extra = moment_bytes(moments.rule, numel, size) // moments.interval
+            return Wire.of(wire).payload_bytes(numel, size) + extra
+
+        setting = AutoSetting(
+            rules.given, rules.open, rules.target, tuple(map(int, largest)), payload,
+            self.settings.depth,
+        )  # fmt: skip
+        measured = Measurement(seconds, forward, rate, latency, dict(zip(wires, work, strict=True)))
+        return choose(setting, measured, step, rules.last_local_step - step)
+
+
+def measure_links(groups: EngineGroups) -> tuple[float, float]:
+    """Bytes per second that a rank sends while all ranks of all replicas do, and the latency.
+
+    Transfers are doubled until the slowest rank needs `_PROBE_SECONDS`.
+
+    Collective: all ranks of all replicas.
+    """
+    sync = groups.sync
+    if sync.size == 1:
+        return math.inf, 0.0
+    delays = [_seconds_of(groups, torch.zeros(1)) for _ in range(_TINY_MESSAGES)]
+    latency = float(_gather_all(groups, [min(delays)]).max())
+    numel = _FIRST_PROBE
+    while True:
+        values = torch.zeros(numel, device=sync.device)
+        sent = sync.payload_bytes
+        seconds = float(_gather_all(groups, [_seconds_of(groups, values)]).max())
+        sent = sync.payload_bytes - sent
+        if seconds >= _PROBE_SECONDS or numel >= _LARGEST_PROBE:
+            return sent / max(seconds - latency, 1e-9), latency
+        numel *= 2
+
+
+def _seconds_of(groups: EngineGroups, values: Tensor) -> float:
+    """Seconds of an all-reduce that all ranks begin together."""
+    _gather_all(groups, [0.0])
+    began = time.monotonic()
+    groups.sync.all_reduce(values.to(groups.sync.device))
+    _synchronize(groups)
+    return time.monotonic() - began
+
+
+def _work_per_element(name: str, groups: EngineGroups) -> float:
+    """Seconds per element of a sync's local work on this rank, in a wire type.
+
+    Addend, norm, encoding, decoding, outer step and landing, of values in memory.
+    """
+    wire, size, device = Wire.of(name), groups.sync.size, groups.sync.device
+    values, anchor, momentum = (torch.randn(_WORK_NUMEL, device=device) for _ in range(3))
+    residual = wire.new_residual(_WORK_NUMEL, size, device) if wire.has_residual else None
+    best = math.inf
+    for _ in range(3):
+        _synchronize(groups)
+        began = time.monotonic()
+        addend = torch.sub(anchor, values)
+        float(addend.norm())
+        if (codec := wire.codec) is not None:
+            sent = None if residual is None else residual.sent
+            data = codec.encode(addend, residual=sent)  # the addends, and then the sum of a chunk
+            codec.add_decoded(data, addend)
+            codec.decode(data, addend)
+        Nesterov(0.8, 0.85).step_(anchor, momentum, addend, clip=1.0, inner_lr=0.0)
+        values.copy_(anchor)
+        _synchronize(groups)
+        best = min(best, time.monotonic() - began)
+    return best / _WORK_NUMEL
+
+
+def _gather_all(groups: EngineGroups, mine: Sequence[float]) -> Tensor:
+    """float64 [N K, n]: values of all ranks of all replicas, in the same order on all of them.
+
+    Collective: all ranks of all replicas.
+    """
+    rows = groups.control.all_gather(torch.tensor(mine, dtype=torch.float64))
+    return groups.meeting.all_gather(rows).flatten(0, 1)
+
+
+def _median(values: Sequence[float], default: float = math.nan) -> float:
+    return statistics.median(values) if values else default
+
+
+def _synchronize(groups: EngineGroups) -> None:
+    streams = groups.sync.streams
+    streams.synchronize(streams.record(streams.current()))

@@ -1,0 +1,225 @@
+"""What `--edit-auto` chooses: the least expected loss at which syncs cost little time.
+
+`choose` is a pure function of values that all ranks have gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_edit.method.cost import Cost, UnitExchange, round_cost
+from megatron_edit.method.expected_loss import DELAYED_MOMENTUM, WIRE_LOSS, expected_loss
+from megatron_edit.method.outer_presets import outer_preset
+
+LEAST_ROUNDS = 4  # that local training has with a chosen interval
+INTERVALS = (8, 16, 32, 64, 128, 256)
+DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
+SHARE_STEP = 0.01  # predictions are not better than this
+MESSAGES_PER_EXCHANGE = 2  # that wait for one another
+PATIENCE = 3  # syncs in a row that leave the prediction before the settings are chosen again
+FACTOR = 2.0  # by which they leave it
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """The settings that are chosen, by their names in `EditConfig`."""
+
+    sync_interval: int
+    sync_dtype: str
+    fragments: int
+    delay_steps: int
+    outer_lr: float
+    outer_momentum: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a choice depends on, the same on all ranks.
+
+    Attributes:
+        step: seconds of a step without any exchange between replicas.
+        forward: seconds of the forward pass that a sync may overlap.
+        rate: bytes per second that a rank sends to other replicas while all ranks do.
+        latency: seconds until a message of another replica has arrived.
+        work: seconds per element of the local work of a sync, by wire type.
+    """
+
+    step: float
+    forward: float
+    rate: float
+    latency: float
+    work: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """The chosen settings, and what is expected of them.
+
+    Attributes:
+        settings: see `SyncSettings`.
+        share: speed, as a share of that without syncs.
+        exposed: seconds that a sync of one fragment adds.
+        loss: relative increase of the final loss over stock DDP, by tables of small models.
+        since: the step after which they are used.
+        measured: see `Measurement`.
+    """
+
+    settings: SyncSettings
+    share: float
+    exposed: float
+    loss: float
+    since: int
+    measured: Measurement
+
+    def lines(self) -> tuple[str, ...]:
+        """What is chosen, what is expected of it, and from what, for people."""
+        chosen, measured = self.settings, self.measured
+        return (
+            f"--edit-auto after step {self.since}: tau {chosen.sync_interval}, "
+            f"{chosen.sync_dtype}, fragments {chosen.fragments}, delay {chosen.delay_steps}, "
+            f"nu {chosen.outer_lr:g}, mu_o {chosen.outer_momentum:g}",
+            f"--edit-auto expects {self.share:.3f} of the speed without syncs, and a loss "
+            f"{self.loss:+.1%} over stock DDP (as for small models)",
+            f"--edit-auto measured: a step {1e3 * measured.step:.4g} ms, forward pass "
+            f"{1e3 * measured.forward:.3g} ms, {measured.rate / 1e6:.3g} MB/s from each rank to "
+            f"other replicas, latency {1e3 * measured.latency:.2g} ms",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The choice as JSON values; inverse of `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> AutoChoice:
+        """Restore a choice.
+
+        Raises:
+            KeyError: a field is missing. TypeError: there is another one.
+        """
+        parts = {
+            "settings": SyncSettings(**record["settings"]),
+            "measured": Measurement(**record["measured"]),
+        }
+        return cls(**{**record, **parts})
+
+
+@dataclass(frozen=True)
+class AutoSetting:
+    """What is known before anything is measured.
+
+    Attributes:
+        given: value of each setting, by name: given, or the usual one.
+        open: names of those that may be chosen.
+        target: share of the speed without syncs that is to be reached.
+        unit_numels: elements of the largest shard of each unit, in forward order.
+        payload: bytes that a rank sends in an exchange of so many elements in a wire type.
+        depth: most units in flight in the forward pass; 1 where syncs block.
+    """
+
+    given: SyncSettings
+    open: tuple[str, ...]
+    target: float
+    unit_numels: tuple[int, ...]
+    payload: Callable[[int, str], int]
+    depth: int
+
+
+def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: int) -> AutoChoice:
+    """Choose the settings of the rounds.
+
+    Args:
+        setting: see `AutoSetting`.
+        measured: see `Measurement`.
+        step: s, after which they are used.
+        local_steps: steps of local training from there on.
+
+    Returns:
+        The choice with the least expected loss among those that reach the target; where none does,
+        that with the least expected loss among the fastest.
+    """
+    choices = [predict(setting, measured, each, step) for each in _candidates(setting, local_steps)]
+    reaching = [each for each in choices if each.share >= setting.target]
+    if not reaching:
+        fastest = max(each.share for each in choices)
+        reaching = [each for each in choices if each.share >= fastest - SHARE_STEP]
+    return min(reaching, key=lambda each: (each.loss, -each.share))
+
+
+def predict(
+    setting: AutoSetting, measured: Measurement, settings: SyncSettings, step: int
+) -> AutoChoice:
+    """The expected speed and loss of some settings."""
+    cost = _cost(setting, measured, settings)
+    loss = expected_loss(settings.sync_interval, settings.sync_dtype, settings.delay_steps)
+    exposed = cost.exposed / settings.fragments
+    return AutoChoice(settings, cost.share_of_ideal, exposed, loss, step, measured)
+
+
+def leaves_prediction(choice: AutoChoice, exposed: float, target: float) -> bool:
+    """Whether the time that a sync added leaves the prediction by a factor of two, in either
+    direction. Less than what the target allows is not told from nothing.
+
+    Args:
+        choice: that is in use.
+        exposed: seconds that training waited for a sync of one fragment.
+        target: share of the speed without syncs that was to be reached.
+    """
+    settings = choice.settings
+    allowed = (1 - target) * settings.sync_interval * choice.measured.step / settings.fragments
+    is_longer = exposed > FACTOR * max(choice.exposed, allowed)
+    return is_longer or (choice.exposed > allowed and exposed * FACTOR < choice.exposed)
+
+
+def _candidates(setting: AutoSetting, local_steps: int) -> Iterator[SyncSettings]:
+    """All combinations of the values of the open settings."""
+    given, num_units = setting.given, len(setting.unit_numels)
+
+    def values[T](name: str, tried: Sequence[T]) -> Sequence[T]:
+        return tried if name in setting.open else [getattr(given, name)]
+
+    longest = max(INTERVALS[0], local_steps // LEAST_ROUNDS)
+    for interval in values("sync_interval", [each for each in INTERVALS if each <= longest]):
+        for fragments in values("fragments", sorted({1, min(num_units, interval)})):
+            for delay in values("delay_steps", DELAYS):
+                if delay >= interval or fragments > interval:
+                    continue
+                for wire in values("sync_dtype", list(WIRE_LOSS)):
+                    lr, momentum = _outer(setting, interval, delay)
+                    yield SyncSettings(interval, wire, fragments, delay, lr, momentum)
+
+
+def _outer(setting: AutoSetting, interval: int, delay: int) -> tuple[float, float]:
+    lr, momentum = outer_preset(interval)
+    if delay:
+        momentum = min(momentum, DELAYED_MOMENTUM)
+    given = setting.given
+    return (
+        lr if "outer_lr" in setting.open else given.outer_lr,
+        momentum if "outer_momentum" in setting.open else given.outer_momentum,
+    )
+
+
+def _cost(setting: AutoSetting, measured: Measurement, settings: SyncSettings) -> Cost:
+    numels, wire = setting.unit_numels, settings.sync_dtype
+    total = (
+        sum(numels[1:]) or 1
+    )  # the embedding, which comes first, takes no time in the forward pass
+    forward = measured.forward if setting.depth > 1 else 0.0
+    exchanges = [
+        UnitExchange(
+            setting.payload(numel, wire) / measured.rate + MESSAGES_PER_EXCHANGE * measured.latency,
+            measured.work[wire] * numel,
+            forward * numel / total if place else 0.0,
+        )
+        for place, numel in enumerate(numels)
+    ]
+    return round_cost(
+        exchanges,
+        fragments=settings.fragments,
+        depth=setting.depth,
+        head_start=settings.delay_steps * measured.step,
+        length=settings.sync_interval * measured.step,
+        latency=measured.latency,
+    )
