@@ -1,0 +1,99 @@
+"""`--edit-auto`: settings chosen during training, alike on all replicas, kept on resume.
+
+Would catch replicas that choose differently, a choice that is not used, a second choice that loses
+outer state or leaves replicas apart, and a resume that chooses again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_edit.checkpoint.manifest import read_manifest
+from tests.harness import Flags
+from tests.host.layouts import GATHER, LAYOUTS
+from tests.host.runs import EditRun, cached_run, run_edit
+from tests.host.spy_auto import WARMUP
+from tests.host.test_resume import assert_continues, assert_same_syncs
+
+HOOK = "tests.host.spy_auto:record_all"
+AUTO: Flags = {
+    "edit_auto": True, "edit_sync_interval": None, "edit_warmup_steps": WARMUP, "train_iters": 92
+}  # fmt: skip
+FAST, SLOW = "1e9", "4e5"  # bytes per second
+
+
+def choices(run: EditRun) -> list[dict[str, Any]]:
+    """The choices in `run.json`."""
+    found: list[dict[str, Any]] = json.loads((run.folder / "run.json").read_text())["choices"]
+    return found
+
+
+def train(folder: Path, ranks: int = 1, rates: str = f"{FAST},{SLOW}", *, deviates: bool = False,
+          **flags: Any) -> EditRun:  # fmt: skip
+    """Train two replicas with fixed measurements."""
+    env = {"SPY_RATES": rates, "SPY_DEVIATES": "1" if deviates else ""}
+    return run_edit(folder, 2 * ranks, 2, before=HOOK, env=env, **AUTO | flags)
+
+
+def assert_equal_replicas(run: EditRun) -> None:
+    """Check that both replicas recorded the same digest at every sync."""
+    first, second = run.digests(0), run.digests(1)
+    assert first == second and len(first) == len(run.syncs) >= 3
+
+
+def test_measures_and_chooses(tmp_path: Path) -> None:
+    """With this machine's measurements; the syncs follow the chosen interval."""
+    run = run_edit(tmp_path, 2, 2, **AUTO)
+    (first, *_) = choices(run)
+    measured, settings = first["measured"], first["settings"]
+    assert 1e-3 < measured["step"] < 10 and 1e5 < measured["rate"] < 1e12
+    assert 0 < measured["latency"] < 1 and first["since"] == WARMUP
+    assert run.syncs[0]["iteration"] == WARMUP + settings["sync_interval"]
+    assert "--edit-auto after step 20: tau " in run.result.ranks[0].stdout
+    assert_equal_replicas(run)
+
+
+def test_fast_link_needs_no_compression(tmp_path: Path) -> None:
+    """The shortest interval and fp32. Given flags stay."""
+    run = train(tmp_path, edit_fragments=2)
+    (choice,) = choices(run)
+    settings = choice["settings"]
+    assert (settings["sync_interval"], settings["sync_dtype"], settings["delay_steps"]) == (
+        8, "fp32", 0
+    )  # fmt: skip
+    assert settings["fragments"] == 2
+    assert [sync["iteration"] - WARMUP for sync in run.syncs[:4]] == [4, 8, 12, 16]
+    assert_equal_replicas(run)
+
+
+@pytest.mark.parametrize("name", ["blocking", "overlap", "tp2-pp2"])
+def test_slower_link_changes_the_settings(tmp_path: Path, name: str) -> None:
+    """After three syncs that leave the prediction all units sync, and the next round begins with
+    another choice. A resume keeps the choice of its checkpoint, and equals the uninterrupted run
+    (before the second choice except for its time: that of the last sync is not known again)."""
+    ranks, flags = LAYOUTS["tp2-pp2"] if name == "tp2-pp2" else (1, {})
+    if name == "overlap":
+        ranks, flags = 2, {"edit_sync_mode": "overlap", **GATHER}
+    flags = flags | {"deviates": True}
+    whole = cached_run(train, ranks, save_interval=1, **flags)
+    first, second = choices(whole)
+    assert first["settings"] != second["settings"] and second["settings"]["delay_steps"] > 0
+    # Exposed times are known from the second sync on.
+    assert second["since"] == WARMUP + 5 * first["settings"]["sync_interval"]
+    assert_equal_replicas(whole)
+    saves = whole.folder / "saves"
+    for step in (WARMUP + 20, second["since"], second["since"] + 13):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        resumed = train(folder, ranks, load=saves, ckpt_step=step, **flags)
+        kept = first if step < second["since"] else second
+        if kept is second:
+            assert_continues(whole.folder, folder, step, 2 * ranks)
+            assert_same_syncs(whole, resumed)
+        assert_equal_replicas(resumed)
+        assert choices(resumed)[0] == kept
+        assert read_manifest(saves / f"iter_{step:07d}").choice == kept
