@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ from megatron_edit.constants import (
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, default_text, flag, format_value, parse_endpoint, preset_of
+from megatron_edit.method.outer_presets import outer_preset
 from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -54,6 +55,7 @@ AUTO_SETTINGS = (
     "sync_interval", "sync_dtype", "fragments", "delay_steps", "outer_lr", "outer_momentum",
 )  # fmt: skip
 AUTO_WARMUP_STEPS = 20
+OUTER_SETTINGS = ("outer_lr", "outer_momentum")
 # Values of settings with which a run may have a hub.
 _ELASTIC: dict[str, tuple[Any, ...]] = {
     "sync_dtype": (FP32, BF16),
@@ -95,10 +97,12 @@ class EditConfig(SettingFields):
             fixed = STRATEGIES[self.strategy].optimizer_presets.get(inner_optimizer, {})
             unset = [n for n in AUTO_SETTINGS if getattr(self, n) is None and n not in fixed]
             object.__setattr__(self, "open_settings", tuple(unset))
+        adapted = [name for name in OUTER_SETTINGS if getattr(self, name) is None]
         for spec in dataclasses.fields(self):
             if "usual" in spec.metadata and getattr(self, spec.name) is None:
                 object.__setattr__(self, spec.name, preset_of(spec, self.strategy, inner_optimizer))
             check_supported(spec, getattr(self, spec.name))
+        self._adapt_outer(adapted, inner_optimizer)
         if not STRATEGIES[self.strategy].has_penalty:
             for name in ("no_anomaly", "no_weighting", "no_clip"):
                 object.__setattr__(self, name, True)
@@ -106,6 +110,15 @@ class EditConfig(SettingFields):
             object.__setattr__(self, "no_loss_check", True)
         check_all(self)
         check_inner_optimizer(self, inner_optimizer)
+
+    def _adapt_outer(self, names: Sequence[str], inner_optimizer: str) -> None:
+        """Fill in outer settings that follow interval and wire type: those without a preset of the
+        strategy or of the inner optimizer."""
+        strategy = STRATEGIES[self.strategy]
+        interval = None if strategy.is_timed else self.sync_interval
+        usual = outer_preset(interval, self.sync_dtype)
+        for name in set(names) - strategy.presets_with(inner_optimizer).keys():
+            object.__setattr__(self, name, usual[name])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ from megatron_edit.constants import (
     TIMEOUT_ROUNDS,
 )
 from megatron_edit.flags import AUTO
+from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
 from megatron_edit.method.strategy import STRATEGIES
 
 
@@ -147,9 +148,17 @@ class SettingFields:
     step_weight: float = _setting(
         0.0, "a-edit: rho, influence of step counts on the weights; in [0, 1]", kind=float
     )
-    outer_lr: float = _preset(0.8, "nu, outer learning rate (slowmo, co2: alpha); > 0", kind=float)
+    outer_lr: float = _preset(
+        USUAL_LR,
+        "nu, outer learning rate (slowmo, co2: alpha); > 0. edit and a-edit: 0.9 at tau < 12, 1.0 "
+        "with the wire types ternary and sign",
+        kind=float,
+    )
     outer_momentum: float = _preset(
-        0.85, "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1)", kind=float
+        USUAL_MOMENTUM,
+        "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1). edit and a-edit: 0.6 at tau "
+        "< 12, 0.7 with the wire type int2, 0.5 with ternary and sign",
+        kind=float,
     )
     anomaly_threshold: float = _setting(
         3.0, "delta, standard deviations above the mean norm that are allowed; > 0", kind=float

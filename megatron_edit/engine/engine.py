@@ -396,8 +396,6 @@ class EditEngine:
             self.start(saved.replica.step, saved.rounds.count)
             return
         self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
-        if self.settings.auto is not None and (choice := saved.rounds.choice) is not None:
-            self._use(choice, is_resumed=True)
         outer, detectors = self.syncs.take_anchor(), saved.rounds.detectors
         outer.load(saved.outer)
         if unfinished is not None:
@@ -441,10 +439,11 @@ class EditEngine:
         self.syncs.land_all()
         choice = self._tuner.choose(self.state.step, self.state.rounds.choice, self.reporter)
         if choice is not None:
-            self._use(choice)
+            self.use(choice)
 
-    def _use(self, choice: AutoChoice, *, is_resumed: bool = False) -> None:
-        """Use chosen settings from the next round on. No sync is under way.
+    def use(self, choice: AutoChoice, *, is_resumed: bool = False) -> None:
+        """Use chosen settings from the next round on, while no sync is under way; on a resume those
+        of the checkpoint, before its state is loaded.
 
         Collective: the ranks of the replica.
         """

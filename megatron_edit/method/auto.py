@@ -186,12 +186,13 @@ def _candidates(setting: AutoSetting, local_steps: int) -> Iterator[SyncSettings
                 if delay >= interval or fragments > interval:
                     continue
                 for wire in values("sync_dtype", list(WIRE_LOSS)):
-                    lr, momentum = _outer(setting, interval, delay)
+                    lr, momentum = _outer(setting, interval, delay, wire)
                     yield SyncSettings(interval, wire, fragments, delay, lr, momentum)
 
 
-def _outer(setting: AutoSetting, interval: int, delay: int) -> tuple[float, float]:
-    lr, momentum = outer_preset(interval)
+def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[float, float]:
+    preset = outer_preset(interval, wire)
+    lr, momentum = preset["outer_lr"], preset["outer_momentum"]
     if delay:
         momentum = min(momentum, DELAYED_MOMENTUM)
     given = setting.given

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.host import spy_resume
 
+WARMUP = 20  # steps
 STEP_SECONDS, FORWARD_SECONDS, LATENCY = 0.1, 0.02, 1e-3
 
 
@@ -16,8 +17,11 @@ def record_all() -> None:
     SPY_RATES: bytes per second of a rank at the first choice, and later, separated by a comma.
     SPY_DEVIATES: whether the first choice's prediction is always left, and a later one's never.
     """
-    import megatron_edit.engine.plan as plan
-    import megatron_edit.engine.tuning as tuning
+    import megatron_edit.engine.plan
+    import megatron_edit.engine.tuning
+
+    plan: Any = megatron_edit.engine.plan
+    tuning: Any = megatron_edit.engine.tuning
 
     spy_resume.record_all()
     first, later = map(float, os.environ["SPY_RATES"].split(","))
@@ -25,7 +29,7 @@ def record_all() -> None:
     rates = [first]
 
     def choose_from_constants(self: Any, step: int, seconds: float, forward: float) -> Any:
-        rates[0] = first if step == self.settings.schedule.warmup_steps else later
+        rates[0] = first if step == WARMUP else later
         return choose(self, step, STEP_SECONDS, FORWARD_SECONDS)
 
     def leaves(choice: Any, exposed: float, target: float) -> bool:
@@ -35,6 +39,3 @@ def record_all() -> None:
     tuning.measure_links = lambda groups: (rates[0], LATENCY)
     tuning._work_per_element = lambda name, groups: 1e-9
     plan.leaves_prediction = leaves
-
-
-WARMUP = 20

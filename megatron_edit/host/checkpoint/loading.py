@@ -33,7 +33,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_schedule,
 )
 from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
-from megatron_edit.host.checkpoint.round_state import rounds_of, saved_unit_steps
+from megatron_edit.host.checkpoint.round_state import choice_of, rounds_of, saved_unit_steps
 from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
@@ -258,6 +258,9 @@ class LoadControl:
         Collective: all ranks of all replicas.
         """
         manifest, plan, where = resume.manifest, resume.plan, self._world.placement
+        choice = choice_of(resume.path, manifest)
+        if engine.settings.auto is not None and choice is not None:
+            engine.use(choice, is_resumed=True)
         shards = RankShards(
             where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces
         )

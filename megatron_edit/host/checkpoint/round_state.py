@@ -73,12 +73,12 @@ def rounds_of(
         resumes_at_meeting=plan.resumes_at_meeting,
         first_loss=manifest.first_loss if continues else None,
         members=manifest.members if continues else (),
-        choice=_choice_of(path, manifest),
+        choice=choice_of(path, manifest),
         num_deviating=manifest.num_deviating if continues else 0,
     )
 
 
-def _choice_of(path: Path, manifest: Manifest) -> AutoChoice | None:
+def choice_of(path: Path, manifest: Manifest) -> AutoChoice | None:
     """Return the saved choice of settings, in the rounds.
 
     Raises:
