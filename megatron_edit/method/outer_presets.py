@@ -15,7 +15,7 @@ USUAL_LR, USUAL_MOMENTUM = 0.8, 0.85
 _USUAL = {"outer_lr": USUAL_LR, "outer_momentum": USUAL_MOMENTUM}
 _SHORT = {"outer_lr": 0.9, "outer_momentum": 0.6}
 _BY_WIRE = {
-    INT2: {"outer_lr": 0.8, "outer_momentum": 0.7},
+    INT2: _SHORT,
     TERNARY: {"outer_lr": 1.0, "outer_momentum": 0.5},
     SIGN: {"outer_lr": 1.0, "outer_momentum": 0.5},
 }
