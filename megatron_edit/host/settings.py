@@ -70,15 +70,24 @@ def engine_settings(
         return settings
 
     def settings_for(choice: AutoChoice) -> EngineSettings:
-        chosen = {name: getattr(choice.settings, name) for name in config.open_settings}
-        known = replace(config, auto=False, auto_share=EditConfig.auto_share, **chosen)
-        since = choice.since
+        known, since = with_choice(config, choice), choice.since
         found = engine_settings(known, sync_mode, target_blocks, last_local_step, since)
         return replace(found, auto=rules)
 
-    given = SyncSettings(**{name: getattr(config, name) for name in AUTO_SETTINGS})
+    given = given_settings(config)
     rules = AutoRules(given, config.open_settings, config.auto_share, last_local_step, settings_for)
     return replace(settings, auto=rules)
+
+
+def given_settings(config: EditConfig) -> SyncSettings:
+    """Return the value of each setting that can be chosen: given, or the usual one."""
+    return SyncSettings(**{name: getattr(config, name) for name in AUTO_SETTINGS})
+
+
+def with_choice(config: EditConfig, choice: AutoChoice) -> EditConfig:
+    """Return the settings with a choice of `--edit-auto`, as if they had been given."""
+    chosen = {name: getattr(choice.settings, name) for name in config.open_settings}
+    return replace(config, auto=False, auto_share=EditConfig.auto_share, **chosen)
 
 
 def landing_of(config: EditConfig) -> LandingRule:

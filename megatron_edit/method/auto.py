@@ -73,8 +73,12 @@ class AutoChoice:
     since: int
     measured: Measurement
 
-    def lines(self) -> tuple[str, ...]:
-        """What is chosen, what is expected of it, and from what, for people."""
+    def lines(self, source: str = "measured") -> tuple[str, ...]:
+        """What is chosen, what is expected of it, and from what, for people.
+
+        Args:
+            source: where the values of `measured` are from.
+        """
         chosen, measured = self.settings, self.measured
         return (
             f"--edit-auto after step {self.since}: tau {chosen.sync_interval}, "
@@ -82,9 +86,9 @@ class AutoChoice:
             f"nu {chosen.outer_lr:g}, mu_o {chosen.outer_momentum:g}",
             f"--edit-auto expects {self.share:.3f} of the speed without syncs, and a loss "
             f"{self.loss:+.1%} over stock DDP (as for small models)",
-            f"--edit-auto measured: a step {1e3 * measured.step:.4g} ms, forward pass "
-            f"{1e3 * measured.forward:.3g} ms, {measured.rate / 1e6:.3g} MB/s from each rank to "
-            f"other replicas, latency {1e3 * measured.latency:.2g} ms",
+            f"--edit-auto {source}: a step {_shown(measured.step)}, forward pass "
+            f"{_shown(measured.forward)}, {measured.rate / 1e6:.3g} MB/s from each rank to other "
+            f"replicas, latency {_shown(measured.latency)}",
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -172,6 +176,10 @@ def leaves_prediction(choice: AutoChoice, exposed: float, target: float) -> bool
     return is_longer or (choice.exposed > allowed and exposed * FACTOR < choice.exposed)
 
 
+def _shown(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def _candidates(setting: AutoSetting, local_steps: int) -> Iterator[SyncSettings]:
     """All combinations of the values of the open settings."""
     given, num_units = setting.given, len(setting.unit_numels)
@@ -204,9 +212,7 @@ def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[
 
 def _cost(setting: AutoSetting, measured: Measurement, settings: SyncSettings) -> Cost:
     numels, wire = setting.unit_numels, settings.sync_dtype
-    total = (
-        sum(numels[1:]) or 1
-    )  # the embedding, which comes first, takes no time in the forward pass
+    total = sum(numels[1:]) or 1  # the embedding, which comes first, is only a look-up
     forward = measured.forward if setting.depth > 1 else 0.0
     exchanges = [
         UnitExchange(

@@ -291,6 +291,7 @@ def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int
     strategy = STRATEGIES[config.strategy]
     # Elastic runs evaluate and save at commits.
     is_counted = not strategy.is_timed and not strategy.endless_warmup and config.hub is None
+    is_counted = is_counted and not config.auto
     schedule = schedule_of(config, last_local(iterations, config.final_sync_fraction))
     if not interval or not is_counted or not schedule.has_fixed_rounds or config.fragments > 1:
         return None

@@ -41,16 +41,23 @@ class Traffic:
 def unit_bytes(job: Job, config: EditConfig) -> tuple[int, ...]:
     """Return the payload that a replica sends of each unit, mean over the syncs."""
     return tuple(
-        sum(_shard_bytes(job, config, row[unit]) for row in job.rank_numels)
+        sum(shard_bytes(job, config, config.sync_dtype, row[unit]) for row in job.rank_numels)
         for unit in range(len(job.unit_names))
     )
 
 
-def _shard_bytes(job: Job, config: EditConfig, numel: int) -> int:
-    """Return the payload of a shard of a unit: parameters, and moments at every K-th sync."""
+def shard_bytes(job: Job, config: EditConfig, wire: str, numel: int) -> int:
+    """Return the payload of a shard of a unit: parameters, and moments at every K-th sync.
+
+    Args:
+        job: the training.
+        config: its settings, of which `sync_dtype` is not used.
+        wire: type on the wire.
+        numel: elements of the shard.
+    """
     size, moments = job.mesh.num_replicas, moments_of(config)
     extra = round(moment_bytes(moments.rule, numel, size) / moments.interval)
-    return Wire.of(config.sync_dtype).payload_bytes(numel, size) + extra
+    return Wire.of(wire).payload_bytes(numel, size) + extra
 
 
 def control_bytes(job: Job, config: EditConfig) -> int:
@@ -66,7 +73,10 @@ def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
     """Return the traffic of a round: every unit once."""
     control = control_bytes(job, config) * config.fragments
     total = sum(unit_bytes(job, config)) + control
-    rank = max(sum(_shard_bytes(job, config, n) for n in row) for row in job.rank_numels)
+    rank = max(
+        sum(shard_bytes(job, config, config.sync_dtype, numel) for numel in row)
+        for row in job.rank_numels
+    )
     return Traffic(total, rank, total * job.mesh.host_share, total / round_steps)
 
 
@@ -230,18 +240,35 @@ def _exchanges(
     ring_steps = _ring_steps(job, config.sync_dtype)
     exchanges = []
     for number, nbytes in enumerate(unit_bytes(job, config)):
-        largest = max(row[number] for row in job.rank_numels)
+        largest = largest_shards(job)[number]
         slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
         wire = max(link.seconds(nbytes * job.mesh.host_share), slowest) + ring_steps * link.latency
-        work = machine.per_element * largest
-        work += machine.per_sent_byte * all_reduce_payload(4 * largest, size)
-        work += machine.per_ring_step * 2 * (size - 1)
+        work = local_work(config, machine, largest, size)
         if config.offload:  # anchor and momentum, in both directions, during the exchange
             wire = max(wire, 16 * largest / machine.copy_bandwidth)
-            work += 4 * largest / machine.copy_bandwidth
         share = numels[job.unit_names[number]] / total if number else 0.0  # a look-up takes no time
         exchanges.append(UnitExchange(wire, work, forward * share))
     return exchanges
+
+
+def largest_shards(job: Job) -> tuple[int, ...]:
+    """Return the elements of each unit on the rank that has most of it."""
+    return tuple(map(max, zip(*job.rank_numels, strict=True)))
+
+
+def local_work(config: EditConfig, machine: Machine, numel: int, size: int) -> float:
+    """Return the seconds of a rank's local work in the sync of a shard of a unit.
+
+    Args:
+        config: settings of the strategy.
+        machine: of the rank.
+        numel: elements of the shard.
+        size: N, replicas.
+    """
+    work = machine.per_element * numel
+    work += machine.per_sent_byte * all_reduce_payload(4 * numel, size)
+    work += machine.per_ring_step * 2 * (size - 1)
+    return work + (4 * numel / machine.copy_bandwidth if config.offload else 0.0)
 
 
 def _ring_steps(job: Job, wire: str) -> int:

@@ -92,6 +92,7 @@ class Job:
         storage: bytes of parameters, gradients and optimizer state.
         is_sharded: whether Megatron's distributed optimizer shards the optimizer state.
         num_micro_batches: of a step, on one rank.
+        num_iterations: steps of the complete training; None where they are not given.
         tokens_per_step: of all replicas.
         overlaps_gather: --overlap-param-gather: units can land in the forward pass.
         overlaps_reduce: --overlap-grad-reduce.
@@ -109,6 +110,7 @@ class Job:
     storage: Storage
     is_sharded: bool
     num_micro_batches: int
+    num_iterations: int | None
     tokens_per_step: int
     overlaps_gather: bool
     overlaps_reduce: bool
@@ -250,6 +252,7 @@ def read_job(
         storage=storage,
         is_sharded=words.has(SHARDED_FLAG),
         num_micro_batches=total // batch,
+        num_iterations=_num_iterations(words, total),
         tokens_per_step=total * architecture.seq_length,
         overlaps_gather=words.has("--overlap-param-gather"),
         overlaps_reduce=words.has("--overlap-grad-reduce"),
@@ -257,6 +260,15 @@ def read_job(
         timeout_minutes=words.count("--distributed-timeout-minutes", 10),
         edit_flags=edit_flags,
     )
+
+
+def _num_iterations(words: TrainingFlags, batch: int) -> int | None:
+    """Return the steps of the complete training; None where they are not given."""
+    if words.has("--train-iters"):
+        return words.count("--train-iters")
+    if words.has("--train-samples"):
+        return words.count("--train-samples") // batch
+    return None
 
 
 def _is_fp8(storage: Storage, architecture: Architecture, unit: str, parameter: Parameter) -> bool:

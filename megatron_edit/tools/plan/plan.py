@@ -6,12 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32, NONE
 from megatron_edit.errors import UsageError
+from megatron_edit.host.settings import with_choice
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.cost import Cost
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.plan.advice import Advice, advise
+from megatron_edit.tools.plan.choice import predicted_choice
 from megatron_edit.tools.plan.exchanges import (
     TimingSetting,
     Traffic,
@@ -52,6 +56,7 @@ class PlanRow:
         final_fraction: share of the training, at its end, in which gradients are averaged at every
             step; the figures above are of the rounds before.
         final_step_bytes: sent by a replica in such a step.
+        choice: of `--edit-auto`, whose settings all figures are of; None where all are given.
     """
 
     name: str
@@ -61,6 +66,7 @@ class PlanRow:
     parts: tuple[MemoryItem, ...]
     final_fraction: float = 0.0
     final_step_bytes: float = 0.0
+    choice: AutoChoice | None = None
 
     def added(self, place: str) -> int:
         """Return the bytes in addition to stock Megatron's, on the device or in host memory."""
@@ -130,7 +136,8 @@ def make_plan(
     with_rounds = [n for n in names if n in STRATEGIES and not STRATEGIES[n].endless_warmup]
     advice: tuple[Advice, ...] = ()
     if with_rounds and job.mesh.num_replicas > 1:
-        advice = advise(job, job.config(with_rounds[0]), setting, device_memory)
+        config, _ = _settings_of(job, setting, with_rounds[0])
+        advice = advise(job, config, setting, device_memory)
     return Plan(job, setting, stock_parts(job), rows, advice)
 
 
@@ -141,7 +148,7 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
         return PlanRow(name, 1, traffic, stock_cost(job, setting), ())
     if name == PUBLISHED_DILOCO:
         return _published_diloco(job, setting)
-    config = job.config(name)
+    config, choice = _settings_of(job, setting, name)
     if STRATEGIES[name].endless_warmup:
         return PlanRow(name, 1, gradient_traffic(job), synchronous_cost(job, setting), ())
     cost = sync_cost(job, config, setting)
@@ -149,7 +156,19 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
     parts = edit_parts(job, config, overlaps=lands_in_forward(job, config))
     final = config.final_sync_fraction
     nbytes = gradient_traffic(job).per_step if final else 0.0
-    return PlanRow(name, every, sync_traffic(job, config, every), cost, parts, final, nbytes)
+    traffic = sync_traffic(job, config, every)
+    return PlanRow(name, every, traffic, cost, parts, final, nbytes, choice)
+
+
+def _settings_of(
+    job: Job, setting: TimingSetting, name: str
+) -> tuple[EditConfig, AutoChoice | None]:
+    """Return the settings of a strategy, with those that `--edit-auto` would choose."""
+    config = job.config(name)
+    if not config.auto:
+        return config, None
+    choice = predicted_choice(job, config, setting)
+    return with_choice(config, choice), choice
 
 
 def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
@@ -185,6 +204,7 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
         "own_work_seconds": row.cost.work,
         "exposed_seconds": row.cost.exposed,
         "share_of_ideal": row.cost.share_of_ideal,
+        "choice": None if row.choice is None else row.choice.as_json(),
         "memory": {f"{part.name} ({part.place})": part.nbytes for part in row.parts},
     }
 
@@ -221,6 +241,8 @@ def lines(plan: Plan) -> Iterator[str]:
                 f"{row.name}: in the last {row.final_fraction:.3g} of the training a replica sends "
                 f"{show_bytes(row.final_step_bytes)} a step (gradients are averaged)"
             )
+        if row.choice is not None:
+            yield from row.choice.lines("predicted from --link")
     if plan.advice:
         yield ""
         yield from (f"- {each.subject}: {each.text}" for each in plan.advice)
