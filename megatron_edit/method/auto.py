@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_edit.method.cost import Cost, UnitExchange, round_cost
@@ -92,21 +93,24 @@ class AutoChoice:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The choice as JSON values; inverse of `from_json`."""
-        return asdict(self)
+        """The choice as JSON values; the rate is None where there is no other replica."""
+        record = asdict(self)
+        if math.isinf(self.measured.rate):
+            record["measured"]["rate"] = None
+        return record
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> AutoChoice:
-        """Restore a choice.
+        """Restore a choice from `as_json`.
 
         Raises:
             KeyError: a field is missing. TypeError: there is another one.
         """
-        parts = {
-            "settings": SyncSettings(**record["settings"]),
-            "measured": Measurement(**record["measured"]),
-        }
-        return cls(**{**record, **parts})
+        measured = Measurement(**record["measured"])
+        if measured.rate is None:
+            measured = replace(measured, rate=math.inf)
+        settings = SyncSettings(**record["settings"])
+        return cls(**{**record, "settings": settings, "measured": measured})
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,9 @@ def _candidates(setting: AutoSetting, local_steps: int) -> Iterator[SyncSettings
         return tried if name in setting.open else [getattr(given, name)]
 
     longest = max(INTERVALS[0], local_steps // LEAST_ROUNDS)
-    for interval in values("sync_interval", [each for each in INTERVALS if each <= longest]):
+    shortest = max(values("delay_steps", [0])[0] + 1, values("fragments", [1])[0])
+    intervals = [each for each in INTERVALS if shortest <= each <= longest] or [shortest]
+    for interval in values("sync_interval", intervals):
         for fragments in values("fragments", sorted({1, min(num_units, interval)})):
             for delay in values("delay_steps", DELAYS):
                 if delay >= interval or fragments > interval:

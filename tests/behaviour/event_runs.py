@@ -50,6 +50,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         *(
             f"config.{name}"
             for name in (
+                "auto",
+                "auto_share",
                 "placement",
                 "hub",
                 "replica_name",

@@ -57,6 +57,7 @@ class Step:
             _common_stop=anything(after_step=self._record("stop?")),
             elastic=None, _report_progress=lambda: None,
             _end_warmup_if_due=lambda: self.calls.append("end?"),
+            _tuner=anything(meter=anything(end_step=self._end_step)),
             _board=anything(is_seen=False, heartbeat=anything(steps_of_others=0)),
             _flags=anything(post=lambda flags, steps: None, read=lambda: Flag.MEET),
         )  # fmt: skip
@@ -73,6 +74,9 @@ class Step:
 
     def _record(self, name: str) -> Any:
         return lambda what: self.calls.append((name, what))
+
+    def _end_step(self, step: int) -> None:
+        assert step == 10
 
     def _land_all(self) -> None:
         self.calls.append("landed")

@@ -16,6 +16,7 @@ import pytest
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.entries import (
@@ -175,6 +176,15 @@ def test_impossible_instances_are_refused(
     with pytest.raises(UsageError) as refused:
         plan(text, setting=replace(SETTING, flags=tuple(flags)))
     assert complaint in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_only_edit_gets_the_flags_of_auto() -> None:
+    """Catches `ddp`, `ideal` and other strategies that are refused because of a common flag."""
+    auto = (flag("auto"), flag("auto_share"), "0.9", flag("warmup_steps"), "20")
+    runs = plan("ddp,edit,diloco", setting=replace(SETTING, flags=(*SETTING.flags, *auto)),
+                with_ideal=True)  # fmt: skip
+    chooses = {run.entry.name for run in runs if config_from_argv(run.words).auto}
+    assert chooses == {"edit"}
 
 
 def test_new_defaults_invalidate_stored_results() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import EditConfig, add_arguments, phase_warning
+from megatron_edit.config import AUTO_SETTINGS, EditConfig, add_arguments, phase_warning
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, attribute, flag, parse_endpoint, preset_of
 from megatron_edit.method.strategy import STRATEGIES
@@ -35,7 +35,7 @@ FROZEN = {
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
     "final_sync_fraction": 0.0, "stl_stages": 3, "hub": None, "replica_name": None,
     "nominal_replicas": None, "min_replicas": 1, "hub_token_file": None, "telemetry": False,
-    "metrics_port": None, "mlflow_experiment": None,
+    "metrics_port": None, "mlflow_experiment": None, "auto": False, "auto_share": 0.97,
 }  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"
@@ -49,6 +49,12 @@ CHOICES = {
     for f in dataclasses.fields(EditConfig)
     if f.metadata["only"] is not None
 }
+
+# All that `--edit-auto` can choose.
+EVERYTHING = (
+    "--edit-sync-interval 64 --edit-sync-dtype int8 --edit-fragments 1 --edit-delay-steps 0 "
+    "--edit-outer-lr 0.8 --edit-outer-momentum 0.85"
+)
 
 BAD = [
     "--edit-sync-interval 0",
@@ -128,6 +134,22 @@ BAD = [
     "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost:99999",
     "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost:0",
     "--edit-replica-id 0 --edit-rendezvous localhost:29400",
+    "--edit-auto-share 0.9",
+    "--edit-auto --edit-auto-share 0",
+    "--edit-auto --edit-auto-share 1",
+    "--edit-auto --edit-auto-share nan",
+    "--edit-auto --edit-strategy diloco",
+    "--edit-auto --edit-strategy a-edit",
+    "--edit-auto --edit-strategy ddp",
+    "--edit-auto --edit-hub localhost:29400 --edit-nominal-replicas 2",
+    "--edit-auto --edit-interval qsr --edit-qsr-a 0.01",
+    "--edit-auto --edit-interval stl",
+    "--edit-auto --edit-inner-state leader",
+    "--edit-auto --edit-inner-state reset",
+    "--edit-auto --edit-check-commits",
+    "--edit-auto --edit-warmup-steps 19",
+    f"--edit-auto {EVERYTHING}",
+    f"--edit-auto --optimizer muon {EVERYTHING.partition(' --edit-outer')[0]}",
     "--edit-sync-intervall 3",
     "--edit-tau 3",
     "--edit_sync_interval 3",
@@ -213,6 +235,48 @@ def test_bad_values_are_refused_in_one_line(words: str) -> None:
     assert "\n" not in text and "Traceback" not in text and "Error(" not in text
     assert caught.value.rule and caught.value.remedy and caught.value.exit_code == 2
     assert "--edit" in caught.value.value
+
+
+def test_given_flags_are_not_chosen() -> None:
+    """Catches a flag that `--edit-auto` overrides, also one that is given its usual value."""
+    words = ["--use-edit", "--edit-auto"]
+    assert config_from_argv(words).open_settings == AUTO_SETTINGS
+    assert config_from_argv(["--use-edit"]).open_settings == ()
+    for group in EVERYTHING.split(" --"):
+        name, value = group.removeprefix("--").split()
+        left = config_from_argv([*words, f"--{name}", value]).open_settings
+        expected = [other for other in AUTO_SETTINGS if flag(other) != f"--{name}"]
+        assert list(left) == expected, name
+
+
+def test_muon_keeps_its_outer_settings() -> None:
+    """The tables of outer settings by interval were measured with Adam."""
+    config = config_from_argv(["--use-edit", "--edit-auto", "--optimizer", "muon"])
+    assert config.open_settings == ("sync_interval", "sync_dtype", "fragments", "delay_steps")
+    assert (config.outer_lr, config.outer_momentum) == (0.9, 0.6)
+
+
+def test_replaced_settings_leave_nothing_open() -> None:
+    """All settings of a copy are given: catches one that is chosen a second time."""
+    config = config_from_argv(["--use-edit", "--edit-auto"])
+    assert dataclasses.replace(config, auto=False).open_settings == ()
+    with pytest.raises(UsageError, match="everything that it chooses is given"):
+        dataclasses.replace(config)
+
+
+def test_refusals_of_auto_name_their_reason() -> None:
+    """The line says why two settings contradict each other, and how long a warm-up must be."""
+    words = ["--use-edit", "--edit-auto"]
+    for more, reason in (
+        ("--edit-strategy diloco", "tables of expected losses are those of EDiT"),
+        ("--edit-check-commits", "--edit-auto, --edit-check-commits: cannot be used together"),
+        ("--edit-interval stl", "it chooses a fixed interval"),
+        ("--edit-warmup-steps 19", "at least 20 steps of the warm-up; give --edit-warmup-steps 20"),
+        (EVERYTHING, "everything that it chooses is given"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(reason)):
+            config_from_argv([*words, *more.split()])
+    assert config_from_argv([*words, "--edit-warmup-steps", "20"]).warmup_steps == 20
 
 
 def test_flags_without_use_edit_are_refused() -> None:

@@ -20,6 +20,7 @@ import torch
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.engine.plan import Decision
+from megatron_edit.method.auto import AutoChoice, Measurement, SyncSettings
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.earlier_runs import files_to_move
@@ -27,7 +28,10 @@ from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import SyncMetrics
 from megatron_edit.observe.records import Ending, Iteration, LossRecord, SyncRecord
 from megatron_edit.observe.reports import loss_rejections, sync_line, sync_summary
+from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.tools.monitor.findings import _shorten_sync
 from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.summary import describe_schedule
 from tests.harness.event_files import SyntheticRun
 
 pytest.importorskip("rich")
@@ -103,6 +107,67 @@ def test_only_replica_0_writes_run_json(tmp_path: Path) -> None:
         step([log], 1)
         log.close()
     assert set(texts(tmp_path)) == {"replica-1.jsonl", "replica-1.1.jsonl"}
+
+
+def choice_of(interval: int, dtype: str = "int8", delay: int = 2) -> AutoChoice:
+    """A choice of `--edit-auto`."""
+    settings = SyncSettings(interval, dtype, 4, delay, 0.8, 0.7)
+    return AutoChoice(settings, 0.98, 0.01, 0.03, 20, Measurement(1.0, 0.1, 1e6, 1e-3, {dtype: 0}))
+
+
+def test_choices_are_added_to_run_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replica 0 writes the file again with each choice; its writer prints the three lines. No file
+    is renamed, as it is the same run."""
+    logs = start(tmp_path, SyntheticRun(replicas=2))
+    before = json.loads((tmp_path / "run.json").read_text())
+    capsys.readouterr()
+    for log in logs:
+        log.on_choice(choice_of(16), is_resumed=False)
+        log.on_choice(choice_of(64), is_resumed=True)
+    after = json.loads((tmp_path / "run.json").read_text())
+    assert [AutoChoice.from_json(each) for each in after.pop("choices")] == [
+        choice_of(16), choice_of(64),
+    ]  # fmt: skip
+    assert after == before and set(texts(tmp_path)) == {"run.json"}
+    printed = capsys.readouterr().out
+    assert printed.count("--edit-auto after step 20: tau 16, int8") == 2  # console and replica 1
+    assert printed.count("tau 64, int8, fragments 4, delay 2, nu 0.8, mu_o 0.7 (of the ch") == 2
+
+
+def test_choice_survives_full_disk(tmp_path: Path) -> None:
+    """Catches an error that ends the training; the choice is written once that is possible."""
+    (log,) = start(tmp_path, SyntheticRun(replicas=1))
+    path, aside = tmp_path / "run.json", tmp_path.with_name("aside")
+    tmp_path.rename(aside)
+    tmp_path.write_text("no folder")
+    log.on_choice(choice_of(16), is_resumed=False)
+    tmp_path.unlink()
+    aside.rename(tmp_path)
+    step([log], 1)
+    log.close()
+    assert json.loads(path.read_text())["choices"] == [choice_of(16).as_json()]
+
+
+def test_monitor_shows_chosen_settings(tmp_path: Path) -> None:
+    """Before the choice it says that there will be one; then the last one replaces the usual values
+    of `config`. Remedies are those of its settings."""
+    content = SyntheticRun(replicas=2).run()
+    content["config"] |= {"auto": True, "sync_interval": 128}
+    facts = Facts.of(json.dumps(content))
+    assert describe_schedule(facts) == "warm-up 20 steps, then syncs as --edit-auto chooses"
+    content["choices"] = [choice_of(16, delay=0).as_json(), choice_of(64).as_json()]
+    facts = Facts.of(json.dumps(content))
+    assert (facts.sync_interval, facts.delay_steps, facts.config["sync_dtype"]) == (64, 2, "int8")
+    assert describe_schedule(facts) == (
+        "warm-up 20 steps, then a sync every 64 steps, landing 2 steps later (chosen by "
+        "--edit-auto)"
+    )
+    assert "raise --edit-sync-interval" in _shorten_sync(facts)
+    for broken in ({}, [{}], [{"settings": 1}], ["x"]):
+        with pytest.raises(ValueError, match="choices"):
+            Facts.of(json.dumps({**content, "choices": broken}))
 
 
 def test_replaced_run_json_restarts_monitor(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         written_by={"megatron_edit": draw(st.text(max_size=5))},
         settings=draw(st.dictionaries(st.text(max_size=4), st.none() | WHOLE, max_size=2)),
         loss_history={"mean": draw(st.lists(REAL, **table))},
+        choice=draw(st.none() | st.dictionaries(st.text(max_size=4), WHOLE | REAL, max_size=2)),
+        num_deviating=draw(WHOLE),
     )
 
 
@@ -234,9 +236,11 @@ SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
 SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history", "common_steps"}
 SINCE_VERSION_5 = {"members", "digest"}
+SINCE_VERSION_6 = {"choice", "num_deviating"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
-    *SINCE_VERSION_3, *SINCE_VERSION_4, *SINCE_VERSION_5, *LATER,
+    *SINCE_VERSION_3, *SINCE_VERSION_4, *SINCE_VERSION_5, *SINCE_VERSION_6,
+    *LATER,
 }  # fmt: skip
 
 

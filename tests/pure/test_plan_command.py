@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.errors import UsageError
+from megatron_edit.method.auto import AutoChoice, SyncSettings
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.job import NAMES, read_job
@@ -54,7 +55,51 @@ def test_plan_command_prints_the_same_as_text_and_json(capsys: pytest.CaptureFix
     assert all(len(line) < 140 for line in text.splitlines())
 
 
+AUTO = [*GOOD, "--use-edit", "--edit-auto"]
+
+
+def test_plan_predicts_choice_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of `edit` are those of the chosen settings, which text and JSON name with their
+    reasons; strategies without a choice are as without the flag."""
+    assert main(["plan", *AUTO]) == 0
+    text = capsys.readouterr().out
+    assert main(["plan", *AUTO, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["strategies"]
+    choice = AutoChoice.from_json(rows["edit"]["choice"])
+    assert all(line in text.splitlines() for line in choice.lines("predicted from --link"))
+    assert rows["edit"]["steps_between_exchanges"] == choice.settings.sync_interval
+    assert rows["edit"]["share_of_ideal"] == pytest.approx(choice.share, abs=0.01) >= 0.97
+    assert choice.since == 1000 and choice.measured.step == 2.0
+    assert choice.measured.rate == 1e10 / 8 / 8  # eight ranks share a host's link
+    assert main(["plan", *GOOD, "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)["strategies"]
+    assert {name: row for name, row in rows.items() if name != "edit"} == {
+        name: row for name, row in usual.items() if name != "edit"
+    }
+    assert usual["edit"]["choice"] is None
+
+
+def test_planned_choice_follows_link_length_and_given_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A slow link needs more; a training of 100 local steps has no room for tau 32; what is given
+    stays."""
+
+    def chosen(*more: str) -> SyncSettings:
+        assert main(["plan", *AUTO, "--strategies", "edit", *more, "--json"]) == 0
+        row = json.loads(capsys.readouterr().out)["strategies"]["edit"]
+        return AutoChoice.from_json(row["choice"]).settings
+
+    slow = chosen("--link", "1Mbit")
+    assert slow.sync_interval > chosen().sync_interval
+    short = ("--link", "1Mbit", "--edit-warmup-steps", "50", "--train-iters", "150")
+    assert chosen(*short).sync_interval <= 25
+    assert chosen("--link", "1Mbit", "--edit-sync-dtype", "bf16").sync_dtype == "bf16"
+
+
 BAD = {
+    "auto": ("--use-edit --edit-auto --edit-warmup-steps 5", "--edit-warmup-steps 5: measures in "
+             "at least 20 steps"),
     "link": ("--link fast", "--link fast: must be a rate above 0"),
     "no-link-speed": ("--link 0Gbit", "--link 0Gbit: must be a rate above 0"),
     "step": ("--step-time -1", "--step-time"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.config import SYNC_SETTINGS
+from megatron_edit.constants import DEFAULT_STRATEGY
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
@@ -25,6 +26,7 @@ _ROUND_FLAGS = frozenset((flag("warmup_steps"), flag("sync_interval")))
 _SYNC_FLAGS = frozenset(map(flag, (*SYNC_SETTINGS, "sync_dtype")))
 _FINAL = flag("final_sync_fraction")
 _TIMED_FLAGS = frozenset(map(flag, TIMED_SETTINGS))
+_AUTO_FLAGS = frozenset((flag("auto"), flag("auto_share")))
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Entry:
             unused = _ROUND_FLAGS | _TIMED_FLAGS | _SYNC_FLAGS
         elif self.name == IDEAL:
             unused = unused | _SYNC_FLAGS  # fragments would sync within its endless round
+        if self.name != DEFAULT_STRATEGY:  # nothing is chosen for other strategies, nor for `ideal`
+            unused = unused | _AUTO_FLAGS
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:

@@ -36,7 +36,7 @@ class Facts:
     """The contents of `run.json`. Sizes are None in files of older versions.
 
     Attributes:
-        config: all settings.
+        config: all settings; those that `--edit-auto` chose last are as chosen.
         strategy: the sync strategy.
         num_replicas: N; in an elastic run how many it begins with.
         is_elastic: whether the run has a hub: replicas have names, and come and go.
@@ -48,6 +48,7 @@ class Facts:
         sync_seconds: tau_time.
         delay_steps: d.
         anomaly_threshold: delta, standard deviations.
+        num_choices: how often `--edit-auto` has chosen settings; None where they are given.
         has_varying_rounds: whether the sync interval changes during training.
         has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
         versions: of the packages that affect the numbers.
@@ -75,6 +76,7 @@ class Facts:
     sync_seconds: float
     delay_steps: int
     anomaly_threshold: float
+    num_choices: int | None
     has_varying_rounds: bool
     has_anomaly: bool
     has_clip: bool
@@ -108,6 +110,8 @@ class Facts:
         config, topology, versions = (
             _get(found, name, _mapping) for name in ("config", "topology", "versions")
         )
+        choices = _get({"choices": [], **found}, "choices", _choices)
+        config = {**config, **(choices[-1] if choices else {})}
         sizes = _get({"training": {}, **found}, "training", _mapping)
         strategy = _get(config, "strategy", _strategy)
         positive = partial(as_count, least=1)
@@ -124,6 +128,7 @@ class Facts:
             sync_seconds=_get(config, "sync_seconds", as_number),
             delay_steps=_get(config, "delay_steps", as_count),
             anomaly_threshold=_get(config, "anomaly_threshold", as_number),
+            num_choices=len(choices) if config.get("auto") else None,
             has_varying_rounds=config.get("interval", FIXED) != FIXED,
             has_anomaly=not _get(config, "no_anomaly", bool),
             has_clip=not _get(config, "no_clip", bool),
@@ -170,6 +175,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
+
+
+def _choices(value: Any) -> list[Mapping[str, Any]]:
+    """Return the settings that `--edit-auto` has chosen, in this order."""
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return [_get(_mapping(choice), "settings", _mapping) for choice in value]
 
 
 def _words(value: Any) -> tuple[str, ...]:

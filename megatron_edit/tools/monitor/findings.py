@@ -328,6 +328,7 @@ def _is_valid(facts: Facts, **changes: Any) -> bool:
     if facts.is_elastic:
         changes["num_replicas"] = None  # as given; `run.json` has the nominal number
     known = {spec.name for spec in dataclasses.fields(EditConfig)} & facts.config.keys()
+    known -= {"auto", "auto_share"}  # in `run.json` nothing is left to choose
     try:
         EditConfig(**{name: facts.config[name] for name in known} | changes)
     except (UsageError, TypeError, ValueError):

@@ -44,9 +44,12 @@ def describe_schedule(facts: Facts) -> str:
     """Return when replicas sync."""
     if facts.strategy.endless_warmup:
         return "gradients are averaged at every step"
+    if facts.num_choices == 0:
+        return f"warm-up {facts.warmup_steps} steps, then syncs as --edit-auto chooses"
     is_timed = facts.strategy.is_timed
     interval = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
     delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
+    delayed += " (chosen by --edit-auto)" if facts.num_choices else ""
     final = ""
     if facts.last_local_step is not None:
         final = f"; after step {facts.last_local_step} gradients are averaged at every step"

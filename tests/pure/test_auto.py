@@ -1,0 +1,275 @@
+"""The choice of `--edit-auto`: hand-computed cases, and limits of the settings.
+
+The cases use tables of their own, so that new measurements do not change them. One unit of 100
+elements, steps of a second; a sync without a delay adds the time of its exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.comm.wire import Wire
+from megatron_edit.config import AUTO_SETTINGS
+from megatron_edit.constants import FP32, INT8, SIGN
+from megatron_edit.host.settings import engine_settings
+from megatron_edit.method import auto, expected_loss
+from megatron_edit.method.auto import (
+    INTERVALS,
+    LEAST_ROUNDS,
+    AutoChoice,
+    AutoSetting,
+    Measurement,
+    SyncSettings,
+    choose,
+    leaves_prediction,
+    predict,
+)
+from megatron_edit.method.outer_presets import outer_preset
+from megatron_edit.method.schedule import LaterSchedule
+
+BYTES = {FP32: 8.0, INT8: 2.0, SIGN: 0.25}  # of an element
+USUAL = SyncSettings(128, FP32, 1, 0, 0.8, 0.85)
+LONG = 10_000  # local steps
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses in round numbers: each doubling of the interval costs 1 %."""
+    losses = {FP32: 0.0, INT8: 0.001, SIGN: 0.02}
+    monkeypatch.setattr(expected_loss, "INTERVAL_LOSS", ((8, 0.01), (16, 0.02), (32, 0.03)))
+    monkeypatch.setattr(expected_loss, "WIRE_LOSS", losses)
+    monkeypatch.setattr(auto, "WIRE_LOSS", losses)
+    monkeypatch.setattr(expected_loss, "DELAY_LOSS", 0.04)
+
+
+def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: object) -> AutoSetting:
+    """A setting in which everything is open but `given`."""
+    return AutoSetting(
+        given=dataclasses.replace(USUAL, **given),  # type: ignore[arg-type]
+        open=tuple(name for name in AUTO_SETTINGS if name not in given),
+        target=target,
+        unit_numels=units,
+        payload=lambda numel, wire: math.ceil(BYTES[wire] * numel),
+        depth=1,
+    )
+
+
+def measured(rate: float, latency: float = 0.0) -> Measurement:
+    """Steps of a second, and no local work."""
+    return Measurement(1.0, 0.0, rate, latency, dict.fromkeys(BYTES, 0.0))
+
+
+def chosen(rate: float, local_steps: int = LONG, **given: object) -> AutoChoice:
+    """The choice after step 50."""
+    return choose(setting(**given), measured(rate), 50, local_steps)  # type: ignore[arg-type]
+
+
+# ---- hand-computed choices
+
+
+def test_fast_link_gets_least_loss() -> None:
+    """Everything reaches the target: the shortest interval, no delay, and of equal losses and
+    speeds the first: fp32, one fragment."""
+    found = chosen(math.inf)
+    assert found.settings == SyncSettings(8, FP32, 1, 0, *outer_preset(8))
+    assert (found.share, found.exposed, found.since) == (1.0, 0.0, 50)
+    assert found.loss == pytest.approx(0.01)
+
+
+def test_slow_link_gets_least_loss_that_reaches_target() -> None:
+    """An exchange takes 8 s in fp32, 2 s in int8, 0.25 s in sign.
+
+    int8 with 2 steps of delay at tau 8 costs 0.01 + 0.001 + 0.04 x 2 / 8 = 0.021. sign reaches
+    8 / 8.25 = 0.9697 there, less than 0.97; with one step of delay it costs 0.035.
+    """
+    found = chosen(100)
+    lr, momentum = outer_preset(8)
+    momentum = min(momentum, expected_loss.DELAYED_MOMENTUM)
+    assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum)
+    assert found.share == 1.0 and found.loss == pytest.approx(0.021)
+
+
+def test_given_settings_restrict_choice() -> None:
+    """Without a delay sign at tau 16 costs 0.04, and int8 needs tau 128 (0.051)."""
+    found = chosen(100, delay_steps=0)
+    assert found.settings == SyncSettings(16, SIGN, 1, 0, *outer_preset(16))
+    assert found.share == pytest.approx(16 / 16.25) and found.exposed == pytest.approx(0.25)
+    assert found.loss == pytest.approx(0.04)
+    assert chosen(100, delay_steps=0, sync_dtype=INT8).settings.sync_interval == 128
+
+
+def test_fastest_is_chosen_where_none_reaches_target() -> None:
+    """fp32 without a delay reaches at most 256 / 264 = 0.9697."""
+    found = chosen(100, delay_steps=0, sync_dtype=FP32)
+    assert found.settings.sync_interval == 256 and found.share == pytest.approx(256 / 264)
+
+
+def test_nearly_fastest_with_less_loss_is_chosen() -> None:
+    """An exchange of 0.32 s: 0.995 at tau 64, 0.990 at 32, 0.980 at 16. The first two are equally
+    fast, within the accuracy of a prediction."""
+    found = chosen(2500, LEAST_ROUNDS * 64, target=0.999, delay_steps=0, sync_dtype=FP32)
+    assert found.settings.sync_interval == 32
+
+
+def test_faster_of_equal_losses_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wire types cost nothing: the smallest payload."""
+    for module in (auto, expected_loss):
+        monkeypatch.setattr(module, "WIRE_LOSS", dict.fromkeys(BYTES, 0.0))
+    assert chosen(1e6).settings.sync_dtype == SIGN
+
+
+def test_four_rounds_remain() -> None:
+    """256 local steps allow tau 64, 255 do not; a very short phase gets the shortest interval."""
+    slow = {"delay_steps": 0, "sync_dtype": FP32}
+    found = [chosen(100, steps, **slow).settings.sync_interval for steps in (256, 255, 31, 0)]
+    assert found == [64, 32, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "given_values",
+    [
+        {"sync_interval": 24}, {"sync_dtype": SIGN}, {"fragments": 2}, {"delay_steps": 3},
+        {"outer_lr": 0.5}, {"outer_momentum": 0.25},
+    ],
+    ids=lambda values: next(iter(values)),
+)  # fmt: skip
+@pytest.mark.parametrize("rate", [50, 1e9])
+def test_given_settings_stay(rate: float, given_values: dict[str, object]) -> None:
+    """On a slow link and a fast one, where another value would be better."""
+    found = chosen(rate, units=(40, 30, 30), **given_values).settings
+    assert {name: getattr(found, name) for name in given_values} == given_values
+
+
+def test_interval_exceeds_given_delay_and_fragments() -> None:
+    """Catches a choice without candidates: too few local steps for four rounds of such a length."""
+    assert chosen(1e9, delay_steps=20).settings.sync_interval == 32
+    assert chosen(1e9, fragments=12, units=(9,) * 12).settings.sync_interval == 16
+    assert chosen(1e9, 100, delay_steps=100).settings.sync_interval == 101
+    assert chosen(1e9, 100, fragments=60, units=(9,) * 60).settings.sync_interval == 60
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([1, 2, 5, 12]),
+    st.floats(1, 1e6),
+    st.floats(0, 10),
+    st.floats(0.01, 0.99),
+    st.integers(0, 3000),
+)
+def test_chosen_settings_are_valid(
+    units: int, rate: float, latency: float, target: float, local_steps: int
+) -> None:
+    """F <= units and tau, d < tau, four rounds, and no better candidate that reaches the target."""
+    rules, at = setting(target, (50,) * units), measured(rate, latency)
+    found = choose(rules, at, 20, local_steps)
+    tau = found.settings.sync_interval
+    assert found.settings.fragments <= min(units, tau) and found.settings.delay_steps < tau
+    assert tau == INTERVALS[0] or LEAST_ROUNDS * tau <= local_steps
+    assert found == predict(rules, at, found.settings, 20)
+    for wire in BYTES:
+        other = predict(rules, at, dataclasses.replace(found.settings, sync_dtype=wire), 20)
+        assert other.share < target or other.loss >= found.loss
+
+
+def test_latency_counts_at_meetings_and_exchanges() -> None:
+    """Each of F meetings costs two messages, and each exchange waits for two."""
+    plain = predict(setting(), measured(math.inf, 0.1), USUAL, 0)
+    assert plain.exposed == pytest.approx(0.4)
+
+
+# ---- leaving a prediction
+
+
+@pytest.mark.parametrize(
+    ("predicted", "exposed", "leaves"),
+    [
+        (1.0, 2.0, False), (1.0, 2.1, True), (1.0, 0.5, False), (1.0, 0.4, True),
+        # Less than the 0.5 s that the target allows is not told from nothing.
+        (0.1, 0.9, False), (0.1, 1.1, True), (0.1, 0.0, False), (0.0, 1.1, True),
+    ],
+)  # fmt: skip
+def test_prediction_is_left_by_factor_of_two(
+    predicted: float, exposed: float, leaves: bool
+) -> None:
+    """Rounds of 10 s with two fragments at a target of 0.9: 0.5 s a sync are allowed."""
+    used = dataclasses.replace(USUAL, sync_interval=10, fragments=2)
+    choice = AutoChoice(used, 0.9, predicted, 0.0, 20, measured(100))
+    assert leaves_prediction(choice, exposed, 0.9) is leaves
+
+
+# ---- JSON and text
+
+
+@pytest.mark.parametrize("rate", [123.456, math.inf])
+def test_choice_round_trips_through_json(rate: float) -> None:
+    """Bit for bit, and in standard JSON: also where there is no other replica to send to."""
+    choice = chosen(rate)
+    text = json.dumps(choice.as_json(), allow_nan=False)
+    assert AutoChoice.from_json(json.loads(text)) == choice
+
+
+def test_broken_choice_is_refused() -> None:
+    """By the exceptions that the reader of a checkpoint expects."""
+    record = chosen(100).as_json()
+    with pytest.raises(TypeError):
+        AutoChoice.from_json({**record, "mood": 1})
+    with pytest.raises(KeyError):
+        AutoChoice.from_json({"settings": record["settings"]})
+
+
+def test_lines_name_settings_and_reasons() -> None:
+    """What is chosen, what it is expected to cost, and from which measurements."""
+    what, why, source = chosen(100).lines()
+    assert what.startswith("--edit-auto after step 50: tau 8, int8, fragments 1, delay 2, nu ")
+    assert why.startswith("--edit-auto expects 1.000 of the speed without syncs, and a loss +2.1%")
+    assert source == (
+        "--edit-auto measured: a step 1 s, forward pass 0 ms, 0.0001 MB/s from each rank to other "
+        "replicas, latency 0 ms"
+    )
+
+
+# ---- tables
+
+
+def test_interval_loss_is_linear_in_logarithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the measured intervals, and beyond them on both sides."""
+    monkeypatch.setattr(expected_loss, "INTERVAL_LOSS", ((4, 0.01), (16, 0.03), (64, 0.04)))
+    found = [expected_loss.interval_loss(tau) for tau in (2, 4, 8, 16, 32, 64, 256)]
+    assert found == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.035, 0.04, 0.05])
+
+
+# ---- what the engine gets
+
+
+def test_later_rounds_are_counted_from_their_first_step() -> None:
+    """Rounds of 8 steps with two fragments, chosen after step 21 in a training with W 10: fragment
+    0 syncs after steps 29, 37, ..., fragment 1 four steps later than each multiple of 8."""
+    schedule = LaterSchedule(10, 8, 2, 21)
+    synced = {s: list(f) for s in range(22, 46) if (f := schedule.fragments_after(s, 21, 8))}
+    assert synced == {25: [1], 29: [0], 33: [1], 37: [0], 41: [1], 45: [0]}
+    assert schedule.is_warmup(10) and not schedule.is_warmup(11)
+
+
+def test_engine_settings_follow_choice() -> None:
+    """Chosen wire type, delay, fragments and first step; what is given stays; the rules stay, too,
+    as the settings may be chosen again."""
+    config = config_from_argv(
+        ["--use-edit", "--edit-num-replicas", "2", "--edit-auto", "--edit-outer-lr", "0.5"]
+    )
+    usual = engine_settings(config, "overlap", 1000, 5000)
+    assert usual.auto is not None and usual.wire == Wire.of(FP32)
+    assert usual.auto.open == tuple(name for name in AUTO_SETTINGS if name != "outer_lr")
+    assert usual.auto.given == SyncSettings(128, FP32, 1, 0, 0.5, 0.85)
+    chosen_settings = SyncSettings(32, INT8, 4, 2, 0.5, 0.7)
+    choice = AutoChoice(chosen_settings, 0.98, 0.1, 0.02, 1500, measured(100))
+    found = usual.auto.settings_for(choice)
+    assert found.schedule == LaterSchedule(1000, 32, 4, 1500)
+    assert found.wire == Wire.of(INT8) and found.landing.delay == 2
+    assert found.auto is usual.auto and found.num_phases == usual.num_phases
