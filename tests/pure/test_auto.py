@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.command_line import config_from_argv
 from megatron_edit.comm.wire import Wire
+from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import AUTO_SETTINGS
 from megatron_edit.constants import FP32, INT8, SIGN
 from megatron_edit.host.settings import engine_settings
@@ -149,7 +149,7 @@ def test_given_settings_stay(rate: float, given_values: dict[str, object]) -> No
 
 def test_interval_exceeds_given_delay_and_fragments() -> None:
     """Catches a choice without candidates: too few local steps for four rounds of such a length."""
-    assert chosen(1e9, delay_steps=20).settings.sync_interval == 32
+    assert chosen(1e9, 160, delay_steps=20).settings.sync_interval == 32
     assert chosen(1e9, fragments=12, units=(9,) * 12).settings.sync_interval == 16
     assert chosen(1e9, 100, delay_steps=100).settings.sync_interval == 101
     assert chosen(1e9, 100, fragments=60, units=(9,) * 60).settings.sync_interval == 60

@@ -115,9 +115,7 @@ def choice_of(interval: int, dtype: str = "int8", delay: int = 2) -> AutoChoice:
     return AutoChoice(settings, 0.98, 0.01, 0.03, 20, Measurement(1.0, 0.1, 1e6, 1e-3, {dtype: 0}))
 
 
-def test_choices_are_added_to_run_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_choices_are_added_to_run_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Replica 0 writes the file again with each choice; its writer prints the three lines. No file
     is renamed, as it is the same run."""
     logs = start(tmp_path, SyntheticRun(replicas=2))
