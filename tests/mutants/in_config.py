@@ -14,6 +14,14 @@ CONFIG = (
         test="pure/test_config.py::test_bad_values_are_refused_in_one_line",
     ),
     Mutant(
+        id="config/auto-overrides-muon",
+        bug="--edit-auto replaces Muon's outer settings by those of Adam",
+        file="config.py",
+        old="if getattr(self, n) is None and n not in fixed]",
+        new="if getattr(self, n) is None]",
+        test="pure/test_config.py::test_muon_keeps_its_outer_settings",
+    ),
+    Mutant(
         id="config/muon-presets-lost",
         bug="replicas that train with Muon get the outer step of Adam",
         file="command_line.py",

@@ -31,8 +31,8 @@ ENGINE = (
         id="engine/loss-not-shared-in-replica",
         bug="each rank judges the loss that it has itself: stages reject different replicas",
         file="engine/sync/outer_state.py",
-        old="losses = [each for each in rows[:, -1].tolist() if not math.isnan(each)]",
-        new="losses = [loss]",
+        old="return norms, losses[-1] if losses else math.nan, max(",
+        new="return norms, loss, max(",
         test="distributed/test_loss_check_rounds.py::test_loss_burst_is_rejected_at_its_first_sync",
     ),
     Mutant(
@@ -500,8 +500,8 @@ ENGINE = (
         bug="no group is warmed up before training resumes from a checkpoint",
         file="engine/engine.py",
         old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
-        "        outer, detectors =",
-        new="        outer, detectors =",
+        "        if self.settings.auto",
+        new="        if self.settings.auto",
         test="pure/test_nccl_groups.py::test_engine_warms_up_groups_before_training",
     ),
     Mutant(

@@ -8,7 +8,33 @@ _ORACLE = "pure/test_method_against_oracle.py"
 
 _MOMENTS = "pure/test_moment_codes.py"
 
+_AUTO = "pure/test_auto.py"
+
 METHOD = (
+    Mutant(
+        id="method/auto-ignores-rounds-left",
+        bug="--edit-auto chooses an interval of which fewer than four rounds remain",
+        file="method/auto.py",
+        old="if shortest <= each <= longest]",
+        new="if shortest <= each]",
+        test=f"{_AUTO}::test_four_rounds_remain",
+    ),
+    Mutant(
+        id="method/auto-overrides-flags",
+        bug="--edit-auto chooses the outer momentum although it is given",
+        file="method/auto.py",
+        old='momentum if "outer_momentum" in setting.open else given.outer_momentum',
+        new="momentum",
+        test=f"{_AUTO}::test_given_settings_stay",
+    ),
+    Mutant(
+        id="method/auto-only-too-slow",
+        bug="syncs that are faster than predicted never lead to another choice",
+        file="method/auto.py",
+        old="return is_longer or (choice.exposed > allowed and exposed * FACTOR < choice.exposed)",
+        new="return is_longer",
+        test=f"{_AUTO}::test_prediction_is_left_by_factor_of_two",
+    ),
     Mutant(
         id="method/second-moment-zero",
         bug="a second moment below the smallest code becomes zero: its update is unbounded",
