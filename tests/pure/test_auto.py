@@ -127,8 +127,10 @@ def test_faster_of_equal_losses_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_four_rounds_remain() -> None:
     """256 local steps allow tau 64, 255 do not; a very short phase gets the shortest interval."""
-    slow = {"delay_steps": 0, "sync_dtype": FP32}
-    found = [chosen(100, steps, **slow).settings.sync_interval for steps in (256, 255, 31, 0)]
+    found = [
+        chosen(100, local_steps, delay_steps=0, sync_dtype=FP32).settings.sync_interval
+        for local_steps in (256, 255, 31, 0)
+    ]
     assert found == [64, 32, 8, 8]
 
 
@@ -143,7 +145,8 @@ def test_four_rounds_remain() -> None:
 @pytest.mark.parametrize("rate", [50, 1e9])
 def test_given_settings_stay(rate: float, given_values: dict[str, object]) -> None:
     """On a slow link and a fast one, where another value would be better."""
-    found = chosen(rate, units=(40, 30, 30), **given_values).settings
+    rules = setting(units=(40, 30, 30), **given_values)  # type: ignore[arg-type]
+    found = choose(rules, measured(rate), 50, LONG).settings
     assert {name: getattr(found, name) for name in given_values} == given_values
 
 

@@ -163,7 +163,8 @@ def test_monitor_shows_chosen_settings(tmp_path: Path) -> None:
         "--edit-auto)"
     )
     assert "raise --edit-sync-interval" in _shorten_sync(facts)
-    for broken in ({}, [{}], [{"settings": 1}], ["x"]):
+    cases: list[Any] = [{}, [{}], [{"settings": 1}], ["x"]]
+    for broken in cases:
         with pytest.raises(ValueError, match="choices"):
             Facts.of(json.dumps({**content, "choices": broken}))
 
