@@ -20,9 +20,9 @@ WIRE_LOSS = {
     BF16: 0.0001,
     INT8: 0.0001,
     INT4: 0.0002,
-    TERNARY: 0.002,
-    INT2: 0.002,
-    SIGN: 0.01,
+    TERNARY: 0.0104,
+    INT2: 0.001,
+    SIGN: 0.05,
 }
 # By share of the interval that a sync is delayed, with an outer momentum of `DELAYED_MOMENTUM`.
 DELAY_LOSS = 0.030
