@@ -150,14 +150,14 @@ class SettingFields:
     )
     outer_lr: float = _preset(
         USUAL_LR,
-        "nu, outer learning rate (slowmo, co2: alpha); > 0. edit and a-edit: 0.9 at tau < 12 "
-        "and with the wire type int2, 1.0 with ternary and sign",
+        "nu, outer learning rate (slowmo, co2: alpha); > 0. For edit and a-edit it depends on the "
+        "interval and the wire type (docs/strategies.md)",
         kind=float,
     )
     outer_momentum: float = _preset(
         USUAL_MOMENTUM,
-        "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1). edit and a-edit: 0.6 at tau "
-        "< 12 and with the wire type int2, 0.5 with ternary and sign",
+        "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1). For edit and a-edit it "
+        "depends on the interval and the wire type (docs/strategies.md)",
         kind=float,
     )
     anomaly_threshold: float = _setting(

@@ -500,8 +500,8 @@ ENGINE = (
         bug="no group is warmed up before training resumes from a checkpoint",
         file="engine/engine.py",
         old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
-        "        if self.settings.auto",
-        new="        if self.settings.auto",
+        "        outer, detectors",
+        new="        outer, detectors",
         test="pure/test_nccl_groups.py::test_engine_warms_up_groups_before_training",
     ),
     Mutant(

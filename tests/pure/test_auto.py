@@ -78,7 +78,7 @@ def test_fast_link_gets_least_loss() -> None:
     """Everything reaches the target: the shortest interval, no delay, and of equal losses and
     speeds the first: fp32, one fragment."""
     found = chosen(math.inf)
-    assert found.settings == SyncSettings(8, FP32, 1, 0, *outer_preset(8))
+    assert found.settings == SyncSettings(8, FP32, 1, 0, *outer_preset(8, FP32).values())
     assert (found.share, found.exposed, found.since) == (1.0, 0.0, 50)
     assert found.loss == pytest.approx(0.01)
 
@@ -90,7 +90,7 @@ def test_slow_link_gets_least_loss_that_reaches_target() -> None:
     8 / 8.25 = 0.9697 there, less than 0.97; with one step of delay it costs 0.035.
     """
     found = chosen(100)
-    lr, momentum = outer_preset(8)
+    lr, momentum = outer_preset(8, INT8).values()
     momentum = min(momentum, expected_loss.DELAYED_MOMENTUM)
     assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum)
     assert found.share == 1.0 and found.loss == pytest.approx(0.021)
@@ -99,7 +99,7 @@ def test_slow_link_gets_least_loss_that_reaches_target() -> None:
 def test_given_settings_restrict_choice() -> None:
     """Without a delay sign at tau 16 costs 0.04, and int8 needs tau 128 (0.051)."""
     found = chosen(100, delay_steps=0)
-    assert found.settings == SyncSettings(16, SIGN, 1, 0, *outer_preset(16))
+    assert found.settings == SyncSettings(16, SIGN, 1, 0, *outer_preset(16, SIGN).values())
     assert found.share == pytest.approx(16 / 16.25) and found.exposed == pytest.approx(0.25)
     assert found.loss == pytest.approx(0.04)
     assert chosen(100, delay_steps=0, sync_dtype=INT8).settings.sync_interval == 128

@@ -20,8 +20,10 @@ def test_measured_losses_increase_with_interval_and_delay() -> None:
 
 def test_outer_presets_are_valid_at_every_interval() -> None:
     """Below and beyond the measured intervals those of the nearest one."""
-    for tau in range(1, 600):
-        lr, momentum = outer_preset(tau)
-        assert lr > 0 and 0 <= momentum < 1
-    assert outer_preset(1) == outer_preset(INTERVALS[0])
-    assert outer_preset(10**6) == outer_preset(INTERVALS[-1])
+    for wire in expected_loss.WIRE_LOSS:
+        for tau in range(1, 600):
+            lr, momentum = outer_preset(tau, wire).values()
+            assert lr > 0 and 0 <= momentum < 1
+        assert outer_preset(1, wire) == outer_preset(INTERVALS[0], wire)
+        assert outer_preset(10**6, wire) == outer_preset(INTERVALS[-1], wire)
+    assert outer_preset(None, "fp32") == outer_preset(128, "fp32")  # A-EDiT
