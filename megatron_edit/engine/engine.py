@@ -409,6 +409,8 @@ class EditEngine:
         )
         if self.elastic is not None:
             rounds = self.elastic.begins_with(rounds)
+        if self.settings.auto is None:
+            rounds = replace(rounds, choice=None, num_deviating=0)
         self.state.load_state_dict(replace(saved, rounds=rounds))
         self.syncs.begin(outer)
         self.syncs.load_state_dict(saved.pending)

@@ -450,7 +450,7 @@ def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
 def _num_deviating(before: RoundState, records: Sequence[ControlRecord], target: float) -> int:
     """Syncs in a row that took another time than predicted: the time that all replicas lost."""
     known = [record.exposed for record in records if math.isfinite(record.exposed)]
-    if not target or before.choice is None or not known:
+    if before.choice is None or not known:
         return before.num_deviating
     return before.num_deviating + 1 if leaves_prediction(before.choice, min(known), target) else 0
 

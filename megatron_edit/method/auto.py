@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from megatron_edit.method.cost import Cost, UnitExchange, round_cost
@@ -147,12 +148,16 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
         The choice with the least expected loss among those that reach the target; where none does,
         that with the least expected loss among the fastest.
     """
-    choices = [predict(setting, measured, each, step) for each in _candidates(setting, local_steps)]
-    reaching = [each for each in choices if each.share >= setting.target]
-    if not reaching:
-        fastest = max(each.share for each in choices)
-        reaching = [each for each in choices if each.share >= fastest - SHARE_STEP]
-    return min(reaching, key=lambda each: (each.loss, -each.share))
+    candidates = sorted(_candidates(setting, local_steps), key=_loss)
+    choices: list[AutoChoice] = []
+    for _, equals in groupby(candidates, key=_loss):
+        of_loss = [predict(setting, measured, each, step) for each in equals]
+        fastest = max(of_loss, key=lambda each: each.share)
+        if fastest.share >= setting.target:  # the others, which cost more, are not computed
+            return fastest
+        choices.append(fastest)
+    least = max(each.share for each in choices) - SHARE_STEP
+    return next(each for each in choices if each.share >= least)
 
 
 def predict(
@@ -160,9 +165,12 @@ def predict(
 ) -> AutoChoice:
     """The expected speed and loss of some settings."""
     cost = _cost(setting, measured, settings)
-    loss = expected_loss(settings.sync_interval, settings.sync_dtype, settings.delay_steps)
     exposed = cost.exposed / settings.fragments
-    return AutoChoice(settings, cost.share_of_ideal, exposed, loss, step, measured)
+    return AutoChoice(settings, cost.share_of_ideal, exposed, _loss(settings), step, measured)
+
+
+def _loss(settings: SyncSettings) -> float:
+    return expected_loss(settings.sync_interval, settings.sync_dtype, settings.delay_steps)
 
 
 def leaves_prediction(choice: AutoChoice, exposed: float, target: float) -> bool:
