@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -75,29 +74,44 @@ class _Levels:
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         data = target(self, values, out)
+        scratch = self._scratch(values)
         for where, scales, codes in self._parts(data, values):
             part = values[where] if residual is None else residual[where].add_(values[where])
-            rows, count = self._rows(part)
-            magnitudes, unit, exponent = self._magnitudes(rows)
-            means, large = self._means(magnitudes, count)
-            means = (means * unit).masked_fill_(exponent == _NOT_FINITE, torch.nan)
+            rows = self._rows(part, len(scales))
+            magnitudes, large = (each[: rows.numel()].view_as(rows) for each in scratch)
+            unit, exponent = self._magnitudes(rows, magnitudes)
+            means = self._means(magnitudes, large, self._count(part, rows)).mul_(unit)
+            means.masked_fill_(exponent == _NOT_FINITE, torch.nan)
             means.view(torch.int32).bitwise_and_(-1 << _DROPPED_BITS)
             scales.copy_(means)
-            is_zero = exponent < _LEAST_EXPONENT
-            digits, sent = self._coded(rows, large, means, is_zero, magnitudes)
+            negative = magnitudes
+            if self.base == 3:
+                large.copysign_(rows)
+            else:
+                limit = torch.zeros_like(unit).masked_fill_(exponent < _LEAST_EXPONENT, -torch.inf)
+                torch.lt(rows, limit, out=negative)
+            self._pack(large, negative, part.numel(), codes)
             if residual is not None:
-                part.sub_(sent.flatten()[: part.numel()])
-            self._pack(digits.flatten()[: part.numel()], codes)
+                self._add_levels(rows, means, large, negative, factor=-1.0)
+                if rows.numel() != part.numel():  # then they are a copy
+                    part.copy_(rows.flatten()[: part.numel()])
         return padded(data, self._used_bytes(values.numel()))
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        for where, scales, codes in self._parts(data, out):
-            out[where].zero_()
-            self._add(scales, codes, out[where])
+        self.add_decoded(data, out.zero_())
 
     def add_decoded(self, data: Tensor, total: Tensor) -> None:
+        scratch = self._scratch(total)
+        powers = torch.full((self.values_per_byte + 1, 1), 1.0 / self.base, device=data.device)
+        powers = powers.cumprod(0).mul_(self.base)
         for where, scales, codes in self._parts(data, total):
-            self._add(scales, codes, total[where])
+            part = total[where]
+            rows = self._rows(part, len(scales))
+            digits = self._unpack(codes, powers, scratch)
+            large, negative = (self._rows(each, len(scales)) for each in digits)
+            self._add_levels(rows, scales.float(), large, negative, factor=1.0)
+            if rows.numel() != part.numel():  # then they are a copy
+                part.copy_(rows.flatten()[: part.numel()])
 
     def _scale_bytes(self, numel: int) -> int:
         return -(-numel // self.block_numel) * self.num_scales * _BF16_BYTES
@@ -111,15 +125,14 @@ class _Levels:
         Yields:
             Which values; their scales, bf16 [blocks, num_scales]; their codes, uint8 [groups, w].
         """
-        numel, group = values.numel(), self.block_numel * self.values_per_byte
+        numel, group = values.numel(), self._group_numel
         whole = numel // group * group
         scale_bytes = self._scale_bytes(numel)
         blocks = -(-numel // self.block_numel)
         scales = data[:scale_bytes].view(torch.bfloat16).view(blocks, self.num_scales)
         codes = data[scale_bytes:]
-        step = max(slab_numel(values) // group, 1) * group
         last = [slice(whole, numel)] if whole < numel else []
-        for where in (*slabs(0, whole, step), *last):
+        for where in (*slabs(0, whole, self._step(values)), *last):
             rows = scales[where.start // self.block_numel : -(-where.stop // self.block_numel)]
             first, stop = (
                 where.start // self.values_per_byte,
@@ -128,124 +141,154 @@ class _Levels:
             groups = max((where.stop - where.start) // group, 1)
             yield where, rows, codes[first:stop].view(groups, -1)
 
-    def _rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 [blocks, block_numel], padded by zeros; and how many values a block has, fp32."""
-        short = values.numel() % self.block_numel
-        if short:
-            values = torch.nn.functional.pad(values, (0, self.block_numel - short))
-        rows = values.view(-1, self.block_numel)
-        count = rows.new_full((len(rows), 1), self.block_numel)
-        if short:
-            count[-1:].fill_(short)
-        return rows, count
+    @property
+    def _group_numel(self) -> int:
+        return self.block_numel * self.values_per_byte
 
-    def _magnitudes(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Magnitudes as integers, fp32 like `rows`; their unit; biased exponents of the largest."""
-        magnitudes = rows.abs()
-        largest = magnitudes.amax(dim=1, keepdim=True)
-        exponent = largest.view(torch.int32) >> _MANTISSA_BITS
+    def _step(self, values: Tensor) -> int:
+        """Values of a slab of whole groups."""
+        return max(slab_numel(values) // self._group_numel, 1) * self._group_numel
+
+    def _scratch(self, values: Tensor) -> list[Tensor]:
+        """Two fp32 buffers, each with one number more per byte than a part has values."""
+        group = self._group_numel
+        groups = -(-min(values.numel(), self._step(values)) // group)
+        numel = groups * (group + self.block_numel)
+        return [torch.empty(numel, dtype=torch.float32, device=values.device) for _ in range(2)]
+
+    def _rows(self, values: Tensor, num_blocks: int) -> Tensor:
+        """Values as [num_blocks, block_numel]; where the size differs, a copy padded by zeros."""
+        missing = num_blocks * self.block_numel - values.numel()
+        if missing:
+            values = torch.nn.functional.pad(values, (0, missing))  # cuts if negative
+        return values.view(num_blocks, self.block_numel)
+
+    def _count(self, values: Tensor, rows: Tensor) -> Tensor | float:
+        """How many values a block has, of values in `rows`."""
+        short = values.numel() % self.block_numel
+        if not short:
+            return float(self.block_numel)
+        count = rows.new_full((len(rows), 1), self.block_numel)
+        count[-1:].fill_(short)
+        return count
+
+    def _magnitudes(self, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Magnitudes as integers.
+
+        Mutates: `out`, fp32 like `rows`, which becomes them.
+
+        Returns:
+            Their unit; biased exponents of the largest.
+        """
+        exponent = torch.abs(rows, out=out).amax(dim=1, keepdim=True).view(torch.int32)
+        exponent >>= _MANTISSA_BITS
         shift = self.block_numel.bit_length() - _EXACT_BITS
         unit = (exponent + shift).clamp_(min=1)
         inverse = (2 * _BIAS - unit).mul_(exponent >= _LEAST_EXPONENT)
-        magnitudes.mul_(_power_of_two(inverse)).floor_()
-        return magnitudes, _power_of_two(unit), exponent
+        out.mul_(_power_of_two(inverse)).floor_()
+        return _power_of_two(unit), exponent
 
-    def _means(self, magnitudes: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Means that become scales, [blocks, num_scales]; and which values are large: 1, else 0.
+    def _means(self, magnitudes: Tensor, large: Tensor, count: Tensor | float) -> Tensor:
+        """Means that become scales, [blocks, num_scales].
 
-        Mutates: `magnitudes`, which are 0 afterwards where a value is not large.
+        Mutates: if there are several levels, `large`, which becomes 1 for large values and else 0,
+        and `magnitudes`, which become 0 for others.
         """
         total = magnitudes.sum(dim=1, keepdim=True)
         if self.base == 2:
-            return total / count, None
+            return total / count
         # Exact as a comparison of integers: of at most 256 addends below 2^16, no quotient that is
         # not an integer is rounded to one.
         threshold = (total / count).clamp_(min=1.0)
-        large = torch.ge(magnitudes, threshold, out=torch.empty_like(magnitudes))
+        torch.ge(magnitudes, threshold, out=large)
         large_total = magnitudes.mul_(large).sum(dim=1, keepdim=True)
         number = large.sum(dim=1, keepdim=True)
         high = large_total / number.clamp(min=1.0)
         if self.num_scales == 1:
-            return high, large
+            return high
         low = (total - large_total) / (count - number).clamp_(min=1.0)
-        return torch.cat((low, high), dim=1), large
+        return torch.cat((low, high), dim=1)
 
-    def _coded(
-        self, rows: Tensor, large: Tensor | None, scales: Tensor, is_zero: Tensor, scratch: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 like `rows`, and what they decode to. Mutates `large` and `scratch`."""
+    def _add_levels(
+        self, rows: Tensor, scales: Tensor, large: Tensor, negative: Tensor, *, factor: float
+    ) -> None:
+        """Add the levels of codes. All products but one are zeros: only the sum is rounded.
+
+        Mutates: `rows`, `large`, `negative`.
+
+        Args:
+            rows: fp32 [blocks, block_numel], to add to.
+            scales: fp32 [blocks, num_scales].
+            large: like `rows`; for INT2 1 or 0, for TERNARY 1, -1 or 0.
+            negative: like `rows`; for INT2 and SIGN 1 or 0.
+            factor: 1 or -1, multiplied to the levels.
+        """
         if self.base == 3:
-            assert large is not None
-            signs = large.copysign_(rows)
-            digits = scratch.new_empty(rows.shape, dtype=torch.int8).copy_(signs)
-            return digits.view(torch.uint8), torch.mul(signs, scales, out=scratch)
-        limit = torch.zeros_like(scales[:, :1]).masked_fill_(is_zero, -torch.inf)
-        negative = rows < limit
-        digits = negative.view(torch.uint8)
-        magnitude = scales
-        if large is not None:
-            is_large = large.bool()
-            magnitude = torch.where(is_large, scales[:, 1:], scales[:, :1])
-            digits = torch.add(is_large.view(torch.uint8), digits, alpha=2)
-        return digits, torch.where(negative, -magnitude, magnitude)
+            rows.addcmul_(large, scales, value=factor)
+            return
+        if self.base == 4:
+            large.addcmul_(large, negative, value=-2.0)
+        signs = torch.sub(torch.ones(()), negative, alpha=2.0, out=negative)
+        if self.base == 4:
+            rows.addcmul_(large, scales[:, 1:], value=factor)
+            signs.sub_(large)
+        rows.addcmul_(signs, scales[:, :1], value=factor)
 
-    def _pack(self, digits: Tensor, codes: Tensor) -> None:
-        """Pack digits, uint8 [values], into uint8 [groups, w]. Mutates `codes`."""
-        missing = codes.numel() * self.values_per_byte - digits.numel()
+    def _pack(self, large: Tensor, negative: Tensor, numel: int, codes: Tensor) -> None:
+        """Pack digits.
+
+        Mutates: `codes`.
+
+        Args:
+            large: of `_add_levels`.
+            negative: of `_add_levels`.
+            numel: how many values there are, without padding.
+            codes: uint8 [groups, w].
+        """
+        digits = negative if self.base == 2 else large
+        packed = self._joined(digits, numel, codes)
+        if self.base == 4:
+            packed.add_(self._joined(negative, numel, codes), alpha=2.0)
+        codes.copy_(packed.to(torch.int32))  # modulo 256
+
+    def _joined(self, digits: Tensor, numel: int, codes: Tensor) -> Tensor:
+        """Numbers whose digits are these, fp32 like `codes`."""
+        digits, missing = digits.flatten()[:numel], codes.numel() * self.values_per_byte - numel
         if missing:
             digits = torch.nn.functional.pad(digits, (0, missing))
-        planes = digits.view(len(codes), self.values_per_byte, -1)
-        packed = planes[:, -1]
-        for place in reversed(range(self.values_per_byte - 1)):
-            packed = torch.add(planes[:, place], packed, alpha=self.base)  # modulo 256
-        codes.copy_(packed)
+        *planes, joined = digits.view(len(codes), self.values_per_byte, -1).unbind(1)
+        for plane in reversed(planes):
+            joined = torch.add(plane, joined, alpha=self.base)
+        return joined
 
-    def _add(self, scales: Tensor, codes: Tensor, total: Tensor) -> None:
-        """Add decoded values to `total`: all products but one are zeros, so that only the sum is
-        rounded. Mutates `total`."""
-        numel, rows_numel = total.numel(), len(scales) * self.block_numel
-        index = codes.flatten().int()
-        tables = _tables(self.base, self.values_per_byte).to(codes.device)
-        size = max(codes.numel() * self.values_per_byte, rows_numel)
-        factors = torch.zeros(size, dtype=torch.float32, device=codes.device)
-        planes = factors[: codes.numel() * self.values_per_byte]
-        planes = planes.view(len(codes), self.values_per_byte, -1)
-        rows = factors[:rows_numel].view(-1, self.block_numel)
-        for scale, table in zip(scales.float().split(1, dim=1), tables, strict=True):
-            for place in range(self.values_per_byte):
-                planes[:, place] = table[place].index_select(0, index).view(codes.shape)
-            if rows_numel == numel:
-                total.view_as(rows).addcmul_(rows, scale)
-            else:
-                total.add_(rows.mul_(scale).flatten()[:numel])
+    def _unpack(
+        self, codes: Tensor, powers: Tensor, scratch: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Inverse of `_pack`.
 
+        Args:
+            codes: uint8 [groups, w].
+            powers: of 1 / base, from 1 on, [values_per_byte + 1, 1].
+            scratch: mutated; the digits are in it.
 
-@cache
-def _tables(base: int, values_per_byte: int) -> Tensor:
-    """fp32 [scales, values of a byte, 256]: by what a byte multiplies the scales of its values."""
-    factors = {
-        2: [[1.0, -1.0]],
-        3: [[0.0, 1.0, -1.0]],
-        4: [[1.0, 0.0, -1.0, 0.0], [0.0, 1.0, 0.0, -1.0]],
-    }[base]
-    return torch.tensor(
-        [
-            [
-                [of[_digit(byte, place, base)] for byte in range(256)]
-                for place in range(values_per_byte)
-            ]
-            for of in factors
-        ],
-        dtype=torch.float32,
-    )
-
-
-def _digit(byte: int, place: int, base: int) -> int:
-    """Digit of a byte; of base 3 modulo 3, as the digits are -1, 0 and 1."""
-    if base != 3:
-        return byte // int(base**place) % base
-    largest = (3**5 - 1) // 2  # all digits 1
-    return (((byte + 128) % 256 - 128 + largest) // int(3**place) % 3 + 2) % 3
+        Returns:
+            fp32 [values]: `large` and `negative` of `_add_levels`.
+        """
+        numel, width = codes.numel() * self.values_per_byte, codes.shape[1]
+        quotients = scratch[0][: numel + codes.numel()].view(len(codes), -1, width)
+        digits, negative = scratch[1][:numel], scratch[0][:numel]
+        if self.base == 3:
+            numbers = codes.view(torch.int8).float().unsqueeze(1)
+            torch.mul(numbers, powers, out=quotients).round_()  # the digits are -1, 0 and 1
+        else:
+            torch.mul(codes.float().unsqueeze(1), powers, out=quotients).floor_()
+        planes = digits.view(len(codes), -1, width)
+        torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=self.base, out=planes)
+        if self.base == 2:
+            return digits, digits
+        if self.base == 4:
+            digits.sub_(torch.ge(digits, 2.0, out=negative), alpha=2.0)
+        return digits, negative
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from megatron_edit import constants
 
-# On the CPU a slab stays in a core's second-level cache during its passes; on a GPU large slabs
-# keep the number of launches small.
-_SLAB_NUMEL = {"cpu": 1 << 17}
+# On the CPU a slab stays in the caches during its passes, and is so large that calls of operators
+# cost little beside them; on a GPU large slabs keep the number of launches small.
+_SLAB_NUMEL = {"cpu": 1 << 18}
 _SLAB_NUMEL_ELSEWHERE = 1 << 24
 _ALIGNMENT = 4  # so that scales in concatenated encodings can be viewed in place
 _CODES_PER_OCTAVE = 8  # of the logarithmic codecs
@@ -48,7 +48,7 @@ _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; le
 class Codec(Protocol):
     """Encodes fp32 numbers to bytes and decodes them.
 
-    Scratch: 4 bytes for each of at most 131072 values on the CPU, of 2^24 elsewhere; up to 16 bytes
+    Scratch: 4 bytes for each of at most 262144 values on the CPU, of 2^24 elsewhere; up to 16 bytes
     for codecs of 2 bits per value and less.
     """
 

@@ -135,8 +135,8 @@ METHOD = (
         id="method/coarse-residual-lost",
         bug="int2, ternary and sign drop the encoding error",
         file="method/coarse_codecs.py",
-        old="part.sub_(sent.flatten()[: part.numel()])",
-        new="part.zero_()",
+        old="self._add_levels(rows, means, large, negative, factor=-1.0)",
+        new="rows.zero_()",
         test="pure/test_coarse_codecs.py::test_residual_is_the_rounded_encoding_error",
     ),
     Mutant(
