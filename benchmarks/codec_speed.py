@@ -1,0 +1,219 @@
+"""Measure how fast one core encodes and decodes the wire types.
+
+    python benchmarks/codec_speed.py --output codec_speed.json
+
+Speeds are GB/s of fp32 values, 4 bytes each, read by an encoder or written by a decoder. In the
+same run, in alternating order: a copy of these bytes, and torch's quantization to int8 with given
+scales. OUTPUT holds the numbers; the page, which is also printed, is written next to it. The exit
+code is 1 where a target is missed. Takes a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from frame.page import Column, Spread, table_of, target_line
+from frame.study import (
+    alternate_order,
+    describe_environment,
+    parse_quick,
+    split_commas,
+    write_series,
+)
+from torch import Tensor
+
+from megatron_edit.comm.wire import Wire
+from megatron_edit.constants import INT8, SYNC_DTYPES, TERNARY
+from megatron_edit.method.codec import Codec
+from megatron_edit.tools.cli.common import OneLineParser
+
+COPY, PER_TENSOR, PER_CHANNEL = "copy", "torch, one scale", "torch, scale per 256"
+ENCODE, FEEDBACK, DECODE, ADD = "encode", "encode, residual", "decode", "add decoded"
+OPERATIONS = (ENCODE, FEEDBACK, DECODE, ADD)
+TARGETS = (TERNARY, INT8)
+TARGET = 1.0  # GB/s of one core, of a codec as trainings use it: with a residual where it has one
+SIZES = "16777216,1048576"
+CHANNEL_NUMEL = 256  # values of a scale, as of int8
+QUICK = {"sizes": "65537", "repeats": 2, "values": 65537}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation on a shard.
+
+    Attributes:
+        numel: values of the shard.
+        what: the wire type, or what it is compared with.
+        operation: of `OPERATIONS`.
+        call: does it once.
+    """
+
+    numel: int
+    what: str
+    operation: str
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a case, in GB/s of fp32 values, over the repeats."""
+
+    numel: int
+    what: str
+    operation: str
+    speed: Spread
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = OneLineParser(prog="codec_speed", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON file; the page is written next to it")
+    add("--quick", action="store_true", help="a smoke test: one small shard, two repeats")
+    add("--sizes", default=SIZES, help=f"values of the shards (default: {SIZES})")
+    add("--repeats", type=int, default=9, help="of all cases, in alternating order (default: 9)")
+    add("--values", type=int, default=1 << 24, help="values of a measurement, in as many calls as "
+        "needed (default: 16777216)")  # fmt: skip
+    return parse_quick(parser, list(sys.argv[1:] if argv is None else argv), QUICK)
+
+
+def make_cases(numel: int) -> list[Case]:
+    """Return the cases of shards of `numel` values; all use the same tensors."""
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=random) * 1e-3
+    out, residual = torch.zeros(numel), torch.zeros(numel)
+    cases = [Case(numel, COPY, ENCODE, lambda: out.copy_(values))]
+    cases += torch_cases(values)
+    for name in SYNC_DTYPES:
+        codec = Wire.of(name).codec
+        if codec is not None:
+            cases += codec_cases(codec, values, residual, out)
+    return cases
+
+
+def torch_cases(values: Tensor) -> list[Case]:
+    """Return the cases of torch's quantization, which is given the scales."""
+    numel, scale = values.numel(), float(values.abs().max()) / 127
+    rows = values[: numel // CHANNEL_NUMEL * CHANNEL_NUMEL].view(-1, CHANNEL_NUMEL)
+    scales = (rows.abs().amax(dim=1) / 127).double()
+    zeros = torch.zeros(len(rows), dtype=torch.int64)
+
+    def one_scale() -> Tensor:
+        return torch.quantize_per_tensor(values, scale, 0, torch.qint8)
+
+    def many_scales() -> Tensor:
+        return torch.quantize_per_channel(rows, scales, zeros, 0, torch.qint8)
+
+    cases = []
+    for name, quantize in ((PER_TENSOR, one_scale), (PER_CHANNEL, many_scales)):
+        cases += [
+            Case(numel, name, ENCODE, quantize),
+            Case(numel, name, DECODE, quantize().dequantize),
+        ]
+    return cases
+
+
+def codec_cases(codec: Codec, values: Tensor, residual: Tensor, out: Tensor) -> list[Case]:
+    """Return the cases of a codec. Their calls overwrite `residual` and `out`."""
+    numel = values.numel()
+    data = codec.encode(values)
+    calls: dict[str, Callable[[], object]] = {
+        ENCODE: lambda: codec.encode(values, out=data),
+        FEEDBACK: lambda: codec.encode(values, residual=residual, out=data),
+        DECODE: lambda: codec.decode(data, out),
+        ADD: lambda: codec.add_decoded(data, out),
+    }
+    if not codec.has_residual:
+        del calls[FEEDBACK]
+    return [Case(numel, codec.name, operation, call) for operation, call in calls.items()]
+
+
+def measure(case: Case, num_values: int) -> float:
+    """Return the speed in GB/s of fp32 values, of the calls for `num_values` values."""
+    calls = max(1, num_values // case.numel)
+    case.call()
+    start = time.perf_counter()
+    for _ in range(calls):
+        case.call()
+    return calls * case.numel * 4 / (time.perf_counter() - start) / 1e9
+
+
+def measure_all(sizes: Iterable[int], repeats: int, num_values: int) -> list[Speed]:
+    """Measure all cases, in reverse order in every other repeat."""
+    cases = [case for numel in sizes for case in make_cases(numel)]
+    found: defaultdict[Case, list[float]] = defaultdict(list)
+    for repeat in range(repeats):
+        for case in alternate_order(cases, repeat):
+            found[case].append(measure(case, num_values))
+    return [Speed(c.numel, c.what, c.operation, Spread.some(found[c])) for c in cases]
+
+
+def check_targets(speeds: Iterable[Speed]) -> list[str]:
+    """Return a line for each target: the median speed of encoding with a residual."""
+    return [
+        target_line(f"{s.what}, {s.numel} values: {s.operation}, GB/s", s.speed.median, TARGET,
+                    is_least=True)
+        for s in speeds if s.what in TARGETS and s.operation == FEEDBACK
+    ]  # fmt: skip
+
+
+def speed_table(speeds: Iterable[Speed]) -> str:
+    """Return the table of the speeds of one size: median, and minimum to maximum."""
+    by_what: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for each in speeds:
+        spread = each.speed
+        text = f"{spread.median:.2f} ({spread.min:.2f} to {spread.max:.2f})"
+        by_what[each.what][each.operation] = text
+    columns = [Column("", "what"), *(Column(name, name) for name in OPERATIONS)]
+    empty: dict[str, str | None] = dict.fromkeys(OPERATIONS)
+    return table_of(columns, [empty | {"what": what} | of for what, of in by_what.items()])
+
+
+def make_page(args: argparse.Namespace, load: float, speeds: Sequence[Speed]) -> str:
+    """Return the page: command, environment, a table for each size, targets."""
+    found = describe_environment()
+    lines = [
+        "# Speed of the wire types on one core", "",
+        f"    python benchmarks/codec_speed.py --repeats {args.repeats} --sizes {args.sizes} "
+        f"--values {args.values} --output {args.output.name}", "",
+        f"GB/s of fp32 values: median of {args.repeats} repeats, and minimum to maximum. One",
+        f"thread of {found['processor']}, torch {found['torch']}, Linux {found['kernel']}; load",
+        f"average at the start {load:.1f}. Torch's quantization to int8 is given its scales, and",
+        "has no residual.",
+    ]  # fmt: skip
+    for numel in dict.fromkeys(each.numel for each in speeds):
+        lines += ["", f"## {numel} values", "", speed_table(s for s in speeds if s.numel == numel)]
+    return "\n".join([*lines, "", "## Targets", "", *check_targets(speeds)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write OUTPUT and the page, print the page."""
+    args = parse(argv)
+    warnings.filterwarnings("ignore", message=".*quantize", category=UserWarning)  # deprecated
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    sizes = [int(size) for size in split_commas(args.sizes)]
+    speeds = measure_all(sizes, args.repeats, args.values)
+    configuration = {"sizes": args.sizes, "repeats": args.repeats, "values": args.values}
+    own = {
+        "versions": describe_environment(), "configuration": configuration, "load": load,
+        "speeds": speeds,
+    }  # fmt: skip
+    write_series(args.output, "codec_speed", {"all": own})
+    page = make_page(args, load, speeds)
+    args.output.with_suffix(".md").write_text(page + "\n", encoding="utf-8")
+    print(page)
+    return int(any("MISS" in line for line in check_targets(speeds)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
