@@ -9,8 +9,9 @@ from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import SYNC_DTYPES
 from tests.distributed.strategy_runs import Frame, Settings, run_both
 from tests.distributed.test_rounds import SIZES, make_moves
+from tests.distributed.test_strategies_timed import replay
 from tests.distributed.toy import shard_slices
-from tests.harness import RankResult
+from tests.harness import RankResult, run_ranks
 
 STRATEGIES: dict[str, Settings] = {
     "local-sgd": {},
@@ -26,6 +27,14 @@ STRATEGIES: dict[str, Settings] = {
 # error of a code is at most 2^-9, 1/254 and 1/14 of the largest value of its block,
 # and with few levels less than that value.
 SLACK = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "int2": 1.0, "ternary": 1.0, "sign": 1.5}
+
+
+def wires(*core: str) -> list[object]:
+    """All encoded wire dtypes as parameters; those that are not named run in the full tier."""
+    return [
+        pytest.param(wire, marks=() if wire in core else pytest.mark.full)
+        for wire in SYNC_DTYPES[1:]
+    ]
 
 
 def largest_error(results: list[RankResult], frames: list[Frame], ranks: int) -> float:
@@ -51,6 +60,39 @@ def test_encoded_wire_is_close_to_the_oracle(name: str, wire: str) -> None:
     assert largest_error(results, frames, world[1]) > 1e-4  # the exchanges were encoded
     assert len(simulation.records) >= 3 * len(SIZES)
     assert_bytes(results, wire, world, is_late="delay_steps" in config or name == "co2")
+
+
+@pytest.mark.parametrize("wire", wires("int8", "ternary"))
+def test_aedit_is_close_to_the_oracle(wire: str) -> None:
+    """Like the others, with replicas that make different numbers of steps."""
+    config: Settings = {
+        "strategy": "a-edit", "warmup_steps": 0, "sync_seconds": 6.0, "min_round_steps": 1,
+        "num_replicas": 2, "sync_dtype": wire,
+    }  # fmt: skip
+    start, rows = make_moves(60, 2, seed=6)
+    moves = [list(column) for column in zip(*rows, strict=True)]
+    args = (config, SIZES, start, moves, (1.0, 3.0), 60)
+    results = run_ranks("tests.distributed.strategy_scenarios:run_timed", 2, args, check=True)
+    syncs = results[0].value[1]
+    assert len(syncs) >= 3 and any(len(set(counts)) > 1 for _, counts in syncs)
+    _, simulation = replay({}, moves, start, syncs)
+    first, second = (result.value[0][-1] for result in results)
+    for name in SIZES:
+        np.testing.assert_array_equal(first["theta"][name], second["theta"][name])
+        np.testing.assert_allclose(first["theta"][name], simulation.anchor[name], atol=SLACK[wire])
+    assert any((first["theta"][n] != simulation.anchor[n].astype(np.float32)).any() for n in SIZES)
+
+
+@pytest.mark.parametrize("wire", wires("int2", "ternary", "sign"))
+def test_nonfinite_replica_is_left_out(wire: str) -> None:
+    """Catches: NaN in the codes that a replica sends or in its residual, from which it would never
+    recover."""
+    config: Settings = {"strategy": "edit", "sync_interval": 4, "sync_dtype": wire}
+    start, moves = make_moves(14, 3, seed=41)
+    moves[6][1]["layer.1"][3] = np.nan
+    results, simulation, _ = run_both(config, (3, 1), moves, start, [0.5] * 14, SLACK[wire])
+    assert [record.left_out[1] for record in simulation.records].count(True) == 1
+    assert all(np.isfinite(r.value[-1]["theta"][n]).all() for r in results for n in SIZES)
 
 
 def assert_bytes(
