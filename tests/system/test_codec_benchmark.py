@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import codec_speed
@@ -46,7 +47,7 @@ def test_speed_counts_bytes_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     def call() -> None:
         now[0] += 1e-6
 
-    monkeypatch.setattr(codec_speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     case = codec_speed.Case(1000, "int8", codec_speed.ENCODE, call)
     assert codec_speed.measure(case, 5000) == pytest.approx(4.0)
     assert now[0] == pytest.approx(6e-6)  # 5 calls, after one that is not timed
