@@ -236,23 +236,35 @@ LOWER_MOMENTA = (
     ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5"),
 )
 LOW_MOMENTUM_DELAYS = ((4, 8), (4, 10))  # with smaller momentum, over several seeds
-# By interval; with the number of seeds.
-COARSE_WIRES = {64: {"ternary": 2, "int2": 1, "sign": 1}, 16: {"ternary": 1, "sign": 1}}
+# By interval: wire type, nu and mu_o, with the number of seeds.
+COARSE_WIRES = {
+    64: {
+        ("fp32", 0.8, 0.7): 2,
+        ("int2", 0.9, 0.6): 2,
+        ("ternary", 1.0, 0.5): 2,
+        ("sign", 1.0, 0.5): 1,
+        ("int2", 0.8, 0.85): 1,
+        ("ternary", 0.8, 0.85): 1,
+        ("sign", 0.8, 0.85): 1,
+    },
+    16: {("ternary", 0.8, 0.85): 1, ("ternary", 1.0, 0.5): 1},
+}
 # Pairs of nu and mu_o by number of replicas and interval; and those with a second seed.
 USUAL_OUTER = (0.8, 0.85)
+LESS_OUTER, LEAST_OUTER = (0.8, 0.7), (0.9, 0.6)
 OUTER_PAIRS = {
-    (4, 8): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.7), (0.9, 0.6)),
-    (4, 128): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
-    (4, 32): (USUAL_OUTER, (0.8, 0.8)),
-    (4, 64): (USUAL_OUTER, (0.8, 0.8)),
-    (4, 16): (USUAL_OUTER, (0.8, 0.8)),
-    (4, 256): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
-    (2, 8): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
-    (2, 16): (USUAL_OUTER, (0.8, 0.8)),
-    (2, 32): (USUAL_OUTER, (0.8, 0.8)),
-    (2, 64): (USUAL_OUTER, (0.8, 0.8)),
-    (2, 128): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
-    (2, 256): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.6)),
+    (4, 8): (USUAL_OUTER, (0.8, 0.8), (0.9, 0.7), LEAST_OUTER),
+    (4, 64): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (4, 16): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (4, 128): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (4, 32): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (2, 64): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (2, 16): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (2, 8): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (2, 32): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (2, 128): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (4, 256): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
+    (2, 256): (USUAL_OUTER, LESS_OUTER, LEAST_OUTER),
 }
 OUTER_TWO_SEEDS: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
 BAD_DATA = {
@@ -312,16 +324,18 @@ def _wire(study: Study) -> Question:
 
 
 def _coarse(study: Study) -> Question:
-    """Return wire types of at most 2.1 bits an element, at the interval where they save most."""
+    """Return wire types of about two bits an element and less, with outer settings of their own."""
     members = []
     for tau, wires in COARSE_WIRES.items():
         members.append(study.member(plain(tau), "edit", tau=tau, num_seeds=2))
-        for wire, num_seeds in wires.items():
-            flags = ("--edit-sync-dtype", wire)
-            label = f"{plain(tau)}, {wire}"
+        for (wire, lr, momentum), num_seeds in wires.items():
+            flags = ("--edit-sync-dtype", wire, "--edit-outer-lr", str(lr),
+                     "--edit-outer-momentum", str(momentum))  # fmt: skip
+            label = f"{plain(tau)}, {wire}, nu {lr:g}, mu_o {momentum:g}"
             options: dict[str, Any] = {"base": plain(tau), "tau": tau, "num_seeds": num_seeds}
             members.append(study.member(label, "edit", *flags, **options))
-    return Question("coarse", "At most two bits an element on the wire", tuple(members))
+    title = "Two bits an element on the wire, and less"
+    return Question("coarse", title, tuple(members))
 
 
 def outer_label(num_replicas: int, tau: int, outer: tuple[float, float]) -> str:

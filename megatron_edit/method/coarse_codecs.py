@@ -1,6 +1,6 @@
 """Codecs of 2 bits per value and less: two to four levels, which are means of magnitudes.
 
-    INT2     2 bits per value, two bf16 scales for every 256: levels -b, -a, a, b
+    INT2     2 bits per value, two bf16 scales for every 1024: levels -b, -a, a, b
     TERNARY  1.6 bits per value, a bf16 scale for every 256: levels -b, 0, b
     SIGN     1 bit per value, a bf16 scale for every 512: levels -b, b
 
@@ -197,7 +197,7 @@ class _Levels:
         total = magnitudes.sum(dim=1, keepdim=True)
         if self.base == 2:
             return total / count
-        # Exact as a comparison of integers: of at most 256 addends below 2^16, no quotient that is
+        # Exact as a comparison of integers: of B addends below 2^24 / B, no quotient that is
         # not an integer is rounded to one.
         threshold = (total / count).clamp_(min=1.0)
         torch.ge(magnitudes, threshold, out=large)
@@ -296,6 +296,6 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return (exponents << _MANTISSA_BITS).view(torch.float32)
 
 
-INT2: Codec = _Levels(constants.INT2, 256, base=4, values_per_byte=4, num_scales=2)
+INT2: Codec = _Levels(constants.INT2, 1024, base=4, values_per_byte=4, num_scales=2)
 TERNARY: Codec = _Levels(constants.TERNARY, 256, base=3, values_per_byte=5)
 SIGN: Codec = _Levels(constants.SIGN, 512, base=2, values_per_byte=8)

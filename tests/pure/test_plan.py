@@ -110,7 +110,7 @@ def test_planned_bytes_equal_engine_payload(wire: str, replicas: int) -> None:
         "bf16": 2.0,
         "int8": 260 / 256,
         "int4": 66 / 128,
-        "int2": 68 / 256,
+        "int2": 260 / 1024,
         "ternary": 0.2 + 2 / 256,
         "sign": 66 / 512,
     }[wire]

@@ -11,7 +11,7 @@ import numpy as np
 F32 = np.float32
 LOGARITHMIC = {"log8": 127, "ulog8": 255}  # the largest code
 BLOCKS = {"int8": (256, 127, 16), "int4": (128, 7, 8)}  # values, largest code, bits of a scale
-COARSE = {"int2": 256, "ternary": 256, "sign": 512}  # values of a block
+COARSE = {"int2": 1024, "ternary": 256, "sign": 512}  # values of a block
 
 
 def quantised(values: Any, name: str) -> Any:
