@@ -59,6 +59,7 @@ OUTER_SETTINGS = ("outer_lr", "outer_momentum")
 # Values of settings with which a run may have a hub.
 _ELASTIC: dict[str, tuple[Any, ...]] = {
     "sync_dtype": (FP32, BF16),
+    "warmup_dtype": (FP32,),
     "sync_mode": (AUTO, BLOCKING),
     "sync_backend": (AUTO, GLOO),
     "fragments": (1,),
@@ -158,6 +159,7 @@ def check_all(config: EditConfig) -> None:
     check_strategy(config)
     check_landing(config)
     check_moments(config)
+    check_gradients(config)
     check_interval(config)
     check_auto(config)
     check_launch(config)
@@ -323,7 +325,16 @@ def check_landing(config: EditConfig) -> None:
         raise UsageError(
             f"{flag('sync_dtype')} {config.sync_dtype}",
             f"has no effect with {flag('strategy')} {config.strategy}: it has no syncs",
-            "drop the flag; Megatron's --grad-reduce-in-bf16 is about gradients",
+            f"drop the flag; {flag('warmup_dtype')} is about gradients",
+        )
+
+
+def check_gradients(config: EditConfig) -> None:
+    """Refuse a data type of averaged gradients where no gradients are averaged."""
+    is_endless = STRATEGIES[config.strategy].endless_warmup
+    if not (is_endless or config.warmup_steps or config.final_sync_fraction):
+        _refuse_unless_default_with(
+            config, "warmup_dtype", f"{flag('warmup_steps')} or {flag('final_sync_fraction')} > 0"
         )
 
 

@@ -23,6 +23,7 @@ from megatron_edit.constants import (
     SYNC_DTYPES,
     SYNC_MODES,
     TIMEOUT_ROUNDS,
+    WARMUP_DTYPES,
 )
 from megatron_edit.flags import AUTO
 from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
@@ -138,6 +139,13 @@ class SettingFields:
         "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
         "gradients are averaged at every step, as in the warm-up; in [0, 1]",
         kind=float,
+    )
+    warmup_dtype: str = _setting(
+        FP32,
+        "data type in which gradients are averaged over the replicas in the warm-up and in the "
+        "final phase; fp32: in Megatron's own type of gradients",
+        kind=str,
+        only=WARMUP_DTYPES,
     )
     sync_seconds: float = _setting(
         600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.control import check_same_digests
 from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
@@ -28,12 +29,11 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Report
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, plan_round
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
 from megatron_edit.engine.rounds.elastic import ElasticParts, ElasticRounds
+from megatron_edit.engine.rounds.gradients import GradientAverager
 from megatron_edit.engine.rounds.meeting import Meetings, size_of_record
 from megatron_edit.engine.rounds.outcomes import Outcomes
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
-    average_gradients,
-    average_linear_buffers,
     begin_final_phase,
     broadcast_first_replica,
     broadcast_if_different,
@@ -107,6 +107,7 @@ class EditEngine:
         )  # fmt: skip
         self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
+        self._gradients = GradientAverager(settings.gradient_wire, host, groups)
         self.status = EngineStatus(settings, state, self.syncs, self._flags)
         self._context = ErrorContext(
             state, self.status, self._board, is_elastic=elastic is not None
@@ -115,18 +116,20 @@ class EditEngine:
 
     # ---- start and end
 
-    def start(self, step: int = 0, num_syncs: int = 0) -> None:
+    def start(self, step: int = 0, num_syncs: int = 0, residuals: Sequence[Residual] = ()) -> None:
         """Broadcast the parameters of replica 0, check that all replicas hold them, and begin.
 
         Args:
             step: steps that all replicas, or stock Megatron, have made together before.
             num_syncs: syncs so far, when a final synchronous phase is resumed.
+            residuals: see `EngineState`; empty begins at zero.
         """
         self.state.step = step
         self.state.rounds = replace(self.state.rounds, count=num_syncs)
         self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
+        self._gradients.load_state_dict(residuals)
         if self.host.progress().begins_final_phase:
             self._enter_final_phase()
         elif self.settings.schedule.is_warmup(step + 1):
@@ -219,16 +222,11 @@ class EditEngine:
                 sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
-        """In warm-up and in the final phase, average the gradient shards over the replicas.
-
-        Args:
-            num_tokens: see `rounds.synchronous.average_gradients`.
-        """
+        """In warm-up and in the final phase, average the gradients; see `GradientAverager`."""
         if self.status.is_warmup:
             with self._context():
-                average_linear_buffers(self.host, self.groups)
                 with self._tuner.meter.averaging(self.state.step + 1):
-                    average_gradients(self.host, self.groups, num_tokens)
+                    self._gradients.average(num_tokens)
 
     def before_step(self) -> None:
         """Finish the landing sync: it must not land after the inner optimizer's next step."""
@@ -374,6 +372,7 @@ class EditEngine:
             rounds=state.rounds,
             is_warmup=is_warmup,
             outer={} if is_warmup else self.syncs.outer.tensors(),
+            gradients=self._gradients.state_dict() if is_warmup else (),
             pending=pending,
             round_seconds=state.timeout.length,
             suppressed_until_step=state.suppressed_until_step,
@@ -393,7 +392,7 @@ class EditEngine:
             DriftError: the checkpoint was written at a sync, and the replicas differ now.
         """
         if saved.is_warmup:
-            self.start(saved.replica.step, saved.rounds.count)
+            self.start(saved.replica.step, saved.rounds.count, saved.gradients)
             return
         self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         outer, detectors = self.syncs.take_anchor(), saved.rounds.detectors
@@ -425,6 +424,7 @@ class EditEngine:
     def _switch(self) -> None:
         """End the warm-up: make the replicas identical, then take the anchor (method 2.3)."""
         self._common_stop.drain()
+        self._gradients.free()
         broadcast_if_different(self.host, self.groups, self.reporter)
         self._choose()
         self.syncs.begin(self.syncs.take_anchor())

@@ -56,10 +56,21 @@ class Host(Protocol):
     plan: UnitPlan
 
     def gradient_shards(self) -> Iterable[Tensor]:
-        """The reduced gradients that this rank's optimizer reads, as flat views to be mutated."""
+        """The reduced gradients that this rank's optimizer reads, as flat views to be mutated; as
+        many and of the same sizes at every step."""
 
-    def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Tie name and gradient of parameters whose copies could average to different bits."""
+    def tied_gradients(self, *, is_encoded: bool) -> Iterable[tuple[str, Tensor]]:
+        """Tie name and gradient, in this rank's gradient shards, of parameters whose copies could
+        average to different bits.
+
+        Args:
+            is_encoded: whether the sums are encoded, in blocks that have other elements of a
+                parameter's neighbours on each rank.
+        """
+
+    def loss_scale(self) -> Tensor | None:
+        """What the gradients of this step are multiplied by, fp32 [1] on their device; None where
+        it never changes."""
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         """Tensors of the model that no optimizer owns and that must be identical at the start."""
@@ -355,6 +366,7 @@ class EngineSettings:
         max_norm: phi of the clip; None switches the clip off.
         landing: when and how parameters take the result of a sync.
         wire: type on the wire.
+        gradient_wire: the same for gradients, in the warm-up and in the final phase.
         digest_interval: syncs between two drift checks.
         fixed_timeout: whether the user gave the time-out; otherwise it adapts to the rounds.
         timed: how rounds end by the clock; None ends them by the schedule.
@@ -372,6 +384,7 @@ class EngineSettings:
     max_norm: float | None
     landing: LandingRule
     wire: Wire
+    gradient_wire: Wire
     digest_interval: int
     fixed_timeout: bool
     timed: TimedRounds | None
@@ -399,8 +412,9 @@ class EngineSettings:
     @property
     def num_phases(self) -> int:
         """Phases that exchanges of the sync group may have, see `comm.wire`; 0 if none has any."""
-        has_phases = self.moments.rule.has_phases or self.auto is not None
-        return NUM_PHASES if has_phases else self.wire.num_phases
+        if self.moments.rule.has_phases or self.auto is not None:
+            return NUM_PHASES
+        return max(self.wire.num_phases, self.gradient_wire.num_phases)
 
     def checks_drift_after(self, round: int) -> bool:
         """Whether drift is checked after a sync: every `digest_interval`-th sync of a fragment."""

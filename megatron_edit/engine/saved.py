@@ -8,6 +8,7 @@ from typing import Required, TypedDict
 
 from torch import Tensor
 
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.engine.plan import RoundState
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
@@ -54,8 +55,10 @@ class EngineState:
         replica: progress of this replica.
         rounds: state that is the same on all replicas.
         is_warmup: whether gradients are averaged at every step, in the warm-up or in the final
-            phase; then only the step and the number of syncs are used.
+            phase; then only the step, the number of syncs and `gradients` are used.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
+        gradients: error-feedback residuals of the averaged gradients, of each gradient shard in
+            order; empty where gradients are not averaged, or without error feedback.
         pending: syncs that have not landed.
         round_seconds: duration of the last round.
         suppressed_until_step: last step at which evaluations, saves and exits are suppressed,
@@ -72,3 +75,4 @@ class EngineState:
     round_seconds: float
     suppressed_until_step: int = 0
     is_at_sync: bool = False
+    gradients: Sequence[Residual] = ()

@@ -56,6 +56,7 @@ def engine_settings(
         max_norm=None if config.no_clip else config.clip,
         landing=landing_of(config),
         wire=Wire.of(config.sync_dtype),
+        gradient_wire=Wire.of(config.warmup_dtype),
         digest_interval=config.digest_interval,
         fixed_timeout=config.timeout_seconds is not None,
         timed=timed if strategy.is_timed or is_elastic else None,
@@ -108,8 +109,9 @@ def moments_of(config: EditConfig) -> MomentSchedule:
 
 def num_phases_of(config: EditConfig) -> int:
     """Return the number of phases of an exchange for which sync groups are made; 0: no phases."""
-    has_phases = moments_of(config).rule.has_phases or config.auto
-    return NUM_PHASES if has_phases else Wire.of(config.sync_dtype).num_phases
+    if moments_of(config).rule.has_phases or config.auto:
+        return NUM_PHASES
+    return max(Wire.of(name).num_phases for name in (config.sync_dtype, config.warmup_dtype))
 
 
 def schedule_of(config: EditConfig, last_local_step: int, origin: int | None = None) -> Schedule:

@@ -61,6 +61,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
                 "telemetry",
                 "metrics_port",
                 "mlflow_experiment",
+                "warmup_dtype",
             )
         ),
     ),

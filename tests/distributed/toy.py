@@ -60,6 +60,7 @@ class ToyHost:
         is_reset: whether the moments were reset.
         moments: of the inner optimizer, this rank's slice, by kind and unit; may be empty.
         is_local: the arguments of all calls of `set_local_training`.
+        gradients: the gradient shards of this rank.
     """
 
     full: dict[str, Tensor]
@@ -78,6 +79,7 @@ class ToyHost:
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     is_local: list[bool] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
@@ -100,10 +102,13 @@ class ToyHost:
             self.full[name] += torch.tensor(values, dtype=torch.float32)[self.slices[name]]
 
     def gradient_shards(self) -> Iterable[Tensor]:
+        return self.gradients
+
+    def tied_gradients(self, *, is_encoded: bool) -> Iterable[tuple[str, Tensor]]:
         return []
 
-    def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        return []
+    def loss_scale(self) -> Tensor | None:
+        return None
 
     def replicated_tensors(self) -> Sequence[Tensor]:
         return []

@@ -392,7 +392,7 @@ ENGINE = (
     Mutant(
         id="engine/gradients-summed",
         bug="in the warm-up gradients are summed over the replicas, not averaged",
-        file="engine/rounds/synchronous.py",
+        file="engine/rounds/gradients.py",
         old="share: Tensor | float = 1.0 / sync.size",
         new="share: Tensor | float = 1.0",
         test="pure/test_synchronous.py::test_warm_up_gradients_are_averaged",
@@ -400,7 +400,7 @@ ENGINE = (
     Mutant(
         id="engine/tokens-ignored",
         bug="with a loss per token, gradients are means over the replicas, not over their tokens",
-        file="engine/rounds/synchronous.py",
+        file="engine/rounds/gradients.py",
         old="share = (num_tokens.double() / total.clamp(min=1)).float()",
         new="share = 1.0 / sync.size",
         test="pure/test_synchronous.py::test_warm_up_gradients_are_averaged",
@@ -408,10 +408,10 @@ ENGINE = (
     Mutant(
         id="engine/tied-gradients-not-equal",
         bug="with three replicas tied gradients of a plain DDP keep the rounding of each stage",
-        file="engine/rounds/synchronous.py",
-        old="    if sync.size > 2:\n",
-        new="    if sync.size > 3:\n",
-        test="pure/test_synchronous.py::test_tied_gradients_are_broadcast_beyond_two_replicas",
+        file="engine/rounds/gradients.py",
+        old="or sync.size > 2:\n",
+        new="or sync.size > 3:\n",
+        test="pure/test_synchronous.py::test_tied_gradients_are_broadcast_where_they_may_differ",
     ),
     Mutant(
         id="engine/switch-unequal",

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import ParamShard, plan_units
+from megatron_edit.engine.rounds.gradients import GradientAverager
 from megatron_edit.engine.rounds.synchronous import (
-    average_gradients,
     average_linear_buffers,
     broadcast_first_replica,
     broadcast_if_different,
@@ -40,8 +41,8 @@ def test_warm_up_gradients_are_averaged(tokens: tuple[float, float] | None) -> N
     given = [None if tokens is None else torch.tensor(number) for number in tokens or (0, 0)]
 
     def average(replica: int) -> None:
-        host = anything(gradient_shards=lambda: shards[replica], tied_gradients=lambda: ())
-        average_gradients(host, groups[replica], given[replica])
+        host = anything(gradient_shards=lambda: shards[replica], linear_buffers=lambda: ())
+        GradientAverager(Wire.of("fp32"), host, groups[replica]).average(given[replica])
 
     groups = replicas(2)
     run_in_threads([lambda r=r: average(r) for r in range(2)])  # type: ignore[misc]
@@ -49,20 +50,35 @@ def test_warm_up_gradients_are_averaged(tokens: tuple[float, float] | None) -> N
     assert [[shard.tolist() for shard in mine] for mine in shards] == [wanted] * 2
 
 
-def test_tied_gradients_are_broadcast_beyond_two_replicas() -> None:
-    """A sum of three may round differently by position: copies take that of the first rank."""
+@pytest.mark.parametrize(
+    ("dtype", "count", "is_tied"),
+    [("fp32", 3, True), ("fp32", 2, False), ("bf16", 2, True), ("int8", 2, True)],
+)
+def test_tied_gradients_are_broadcast_where_they_may_differ(
+    dtype: str, count: int, is_tied: bool
+) -> None:
+    """A sum of three may round differently by position, and an encoded sum by its neighbours:
+    copies take that of the first rank."""
     tie = anything(broadcast=lambda tensor: tensor.fill_(7.0))
-    groups, copies = replicas(3, tied=tie), [torch.ones(1) for _ in range(3)]
+    groups, copies = replicas(count, tied=tie), [torch.ones(3) for _ in range(count)]
+    asked: list[bool] = []
+
+    def tied(replica: int, is_encoded: bool) -> list[tuple[str, torch.Tensor]]:
+        asked.append(is_encoded)
+        halves = copies[replica].split([1, 2])
+        return [("tied", halves[0]), ("not here", torch.ones(1)), ("tied", halves[1])]
 
     def average(replica: int) -> None:
         host = anything(
-            gradient_shards=lambda: [copies[replica]],
-            tied_gradients=lambda: [("tied", copies[replica]), ("not here", torch.ones(1))],
-        )
-        average_gradients(host, groups[replica], None)
+            gradient_shards=lambda: [copies[replica]], linear_buffers=lambda: (),
+            tied_gradients=lambda *, is_encoded: tied(replica, is_encoded),
+            loss_scale=lambda: None,
+        )  # fmt: skip
+        GradientAverager(Wire.of(dtype), host, groups[replica]).average(None)
 
-    run_in_threads([lambda r=r: average(r) for r in range(3)])  # type: ignore[misc]
-    assert [copy.item() for copy in copies] == [7.0] * 3
+    run_in_threads([lambda r=r: average(r) for r in range(count)])  # type: ignore[misc]
+    assert [copy.tolist() for copy in copies] == [[7.0 if is_tied else 1.0] * 3] * count
+    assert asked == [dtype != "fp32"] * count * is_tied
 
 
 def test_counts_are_summed_and_linear_buffers_averaged() -> None:

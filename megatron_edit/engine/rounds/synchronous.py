@@ -1,9 +1,9 @@
 """Synchronous training: identical start, warm-up, switch (method section 2), and final phase.
 
-In the warm-up and in the final phase gradients are averaged over the replicas at every step. When
-the final phase begins, the last sync of the rounds has landed, so that the parameters are already
-identical; inner moments, step counters, loss scales and positions of the learning-rate schedule
-still differ between the replicas and are equalized here.
+In the warm-up and in the final phase gradients are averaged over the replicas at every step
+(`gradients.py`). When the final phase begins, the last sync of the rounds has landed, so that the
+parameters are already identical; inner moments, step counters, loss scales and positions of the
+learning-rate schedule still differ between the replicas and are equalized here.
 """
 
 from __future__ import annotations
@@ -76,35 +76,6 @@ def broadcast_if_different(host: Host, groups: EngineGroups, reporter: Reporter)
             f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
             "all now hold the parameters of replica 0"
         )
-
-
-def average_gradients(host: Host, groups: EngineGroups, num_tokens: Tensor | None) -> None:
-    """Average the gradient shards over the replicas.
-
-    Collective: the sync group, and ties where copies could be averaged to different bits.
-    Mutates: the host's gradients.
-
-    Args:
-        host: has the gradients.
-        groups: the communication groups.
-        num_tokens: tokens that this replica's gradients were divided by, where the loss is per
-            token: the average is then over the tokens of all replicas.
-    """
-    sync = groups.sync
-    share: Tensor | float = 1.0 / sync.size
-    if num_tokens is not None:
-        total = num_tokens.detach().clone().double()
-        sync.all_reduce(total)
-        share = (num_tokens.double() / total.clamp(min=1)).float()
-    for gradients in host.gradient_shards():
-        gradients.mul_(share)
-        sync.all_reduce(gradients)
-    # Copies of a parameter are summed by several sync groups. The sum of two addends is unique; for
-    # more it depends on the order of addition, and so on their place in a group's buffers.
-    if sync.size > 2:
-        for tie, gradient in host.tied_gradients():
-            if tie in groups.ties:
-                groups.ties[tie].broadcast(gradient)
 
 
 def sum_counts(host: Host, groups: EngineGroups) -> None:

@@ -17,10 +17,12 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import ParamShard, Progress, UnitShard
 from megatron_edit.host.model.counters import TrainingCounters, is_end_requested
+from megatron_edit.host.model.gradients import GradientPlace, gradient_places, gradient_shards
 from megatron_edit.host.model.moments import (
     configured_beta2,
     counters_of,
     create,
+    loss_scale_of,
     num_counted_steps,
     num_moment_elements,
     read_counter,
@@ -104,6 +106,11 @@ class MegatronHost:
         """Return the parameter of a shard, the shard's first element in it, and its copy index."""
         return self._origins[id(param.source)]
 
+    @property
+    def copy_index(self) -> int | None:
+        """Index of this rank's distributed optimizer instance; None without such optimizers."""
+        return next((optimizer.copy_index for optimizer in self._edit_optimizers()), None)
+
     def attach_outer_state(
         self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
     ) -> None:
@@ -169,32 +176,27 @@ class MegatronHost:
     # ---- interface of the engine
 
     def gradient_shards(self) -> Iterable[Tensor]:
-        """Yield flat views of gradient buffers: this rank's shards, or with plain DDP all.
+        """Yield flat views of gradient buffers: this rank's shards, or with plain DDP all."""
+        return gradient_shards(self._model)
 
-        One per bucket, in buffer order, including padding (which is zero).
-        """
-        for chunk in self._model:
-            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                for bucket in bucket_group.buckets:
-                    if not chunk.ddp_config.use_distributed_optimizer:
-                        yield bucket.grad_data.view(-1)
-                        continue
-                    shards = bucket.grad_data.view(-1).chunk(
-                        bucket_group.intra_distributed_optimizer_instance_size
-                    )
-                    yield shards[bucket_group.intra_distributed_optimizer_instance_rank]
+    def gradient_places(self) -> Iterator[GradientPlace]:
+        """Yield the gradients of all parameters, by their places in the gradient shards."""
+        return gradient_places(self._model)
 
-    def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the name of the tie and the full gradient of each tied parameter, with plain DDP.
+    def tied_gradients(self, *, is_encoded: bool) -> Iterable[tuple[str, Tensor]]:
+        """Yield the name of the tie and this rank's gradient of each tied parameter.
 
         With the distributed optimizer the shards of copies have the same places in their buffers,
-        and are averaged to the same bits.
+        and are averaged to the same bits unless they are encoded.
         """
-        for parameter in self.unit_of:
-            chunk_is_plain = not self._model[0].ddp_config.use_distributed_optimizer
-            tie = tie_of(parameter)
-            if chunk_is_plain and tie is not None:
-                yield tie, parameter.main_grad.view(-1)
+        for place in self.gradient_places():
+            tie = tie_of(place.parameter)
+            if tie is not None and (is_encoded or place.is_copied):
+                yield tie, place.gradient
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the dynamic loss scale of fp16, fp32 [1]; None without one."""
+        return loss_scale_of(self._inner)
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         """Yield frozen parameters and floating-point buffers, which must be equal at the start."""

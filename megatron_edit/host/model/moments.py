@@ -247,11 +247,23 @@ def counters_of(optimizers: Sequence[InnerOptimizer]) -> list[tuple[Any, str]]:
         of dynamic loss scaling.
     """
     places = [(owner, "step") for owner in _step_counters(optimizers)]
+    for scaler in _dynamic_scalers(optimizers):
+        places += [(vars(scaler), name) for name in _SCALER]
+    return places
+
+
+def loss_scale_of(optimizers: Sequence[InnerOptimizer]) -> Tensor | None:
+    """Return the dynamic loss scale, fp32 [1], which is equal in all optimizers; None without."""
+    scaler = next(_dynamic_scalers(optimizers), None)
+    return None if scaler is None else cast(Tensor, scaler._scale)
+
+
+def _dynamic_scalers(optimizers: Sequence[InnerOptimizer]) -> Iterator[Any]:
+    """Yield each `DynamicGradScaler`."""
     for inner in optimizers:
         scaler = getattr(inner, "grad_scaler", None)
         if hasattr(scaler, "_growth_tracker"):
-            places += [(vars(scaler), name) for name in _SCALER]
-    return places
+            yield scaler
 
 
 def read_counter(place: tuple[Any, str]) -> float:
