@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_edit.bridge.folders import REPLICA
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine, EngineState, PendingState, RoundState
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
-from megatron_edit.host.checkpoint.outer import LocalPiece
+from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.checkpoint.summary import training_settings
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.training import TrainingRun
@@ -34,7 +34,7 @@ from megatron_edit.saved_state import PendingSync, ReplicaEntry
 FORMAT = 1
 FOLDER = "edit"  # in the folder of an iteration
 _SAVED_TYPES = [EngineState, PendingState, RoundState, DetectorState, LossHistory, PendingSync,
-                ReplicaEntry]  # fmt: skip
+                ReplicaEntry, Residual]  # fmt: skip
 
 
 class BridgeLoads(LoadControl):
@@ -78,9 +78,7 @@ class BridgeLoads(LoadControl):
 
         check_on_all_ranks(self._world, "load/checked", check, what="checkpoint.load")
 
-    def begin(
-        self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[LocalPiece]]
-    ) -> None:
+    def begin(self, engine: EditEngine, host: MegatronHost, pieces: RankPieces) -> None:
         """Start the engine, from the checkpoint if one was loaded.
 
         Args:

@@ -21,7 +21,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 # 2: syncs that land late, wire types; 3: settings; 4: a final phase, exchanged moments,
-# loss history; 5: names of replicas, digest; 6: chosen settings.
+# loss history; 5: names of replicas, digest; 6: chosen settings, wire type of gradients.
 FORMAT, VERSION = "megatron_edit checkpoint", 6
 KEYS = {"replicas_identical": "is_level"}  # fields with another name in the file
 
@@ -64,6 +64,8 @@ class Manifest:
         unit_steps: lists [N][U], steps since a unit's own last sync, as of the last meeting.
         wire: type on the wire. Error-feedback residuals of a lossy one are kept for each replica
             in form `all`.
+        gradient_wire: the same for averaged gradients; their residuals are kept for each replica
+            while gradients are averaged.
         files: size and checksum by path, from the checkpoint's folder.
         written_by: versions.
         settings: of the run that wrote it, by the names of `EditConfig`'s fields; only to report
@@ -109,6 +111,7 @@ class Manifest:
     digest: str = ""
     choice: Mapping[str, Any] | None = None
     num_deviating: int = 0
+    gradient_wire: str = FP32
 
     @property
     def is_mid_round(self) -> bool:

@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial, wraps
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
-from megatron_edit.host.checkpoint.outer import LocalPiece, local_pieces
+from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
@@ -349,10 +349,9 @@ class TrainingLoop:
             keep_sends_asynchronous(self._patcher, get_model_config(model[0]), self._device)
         self._hook_step(engine, host, observer, optimizer)
         self._hook_gradients(engine, get_model_config(model[0]))
-        unwrapped = unwrap_model(model)
-        pieces = cache(partial(local_pieces, host, unwrapped))  # once, for a load and all saves
+        pieces = RankPieces(host, unwrap_model(model))
         if args.save:
-            pieces()  # refuse a model that cannot be saved before training
+            _ = pieces.outer  # refuse a model that cannot be saved before training
         self._run = self._run_of(engine, host, progress, observer, pieces)
         if not is_joining:
             self._loads.begin(engine, host, pieces)
@@ -382,7 +381,7 @@ class TrainingLoop:
         host: MegatronHost,
         progress: RunProgress,
         observer: Observer,
-        pieces: Callable[[], Sequence[LocalPiece]],
+        pieces: RankPieces,
     ) -> TrainingRun:
         place = self._world.placement
         is_first = place.global_rank == 0

@@ -54,6 +54,9 @@ def _state_of(engine: Any) -> dict[str, Any]:
                 state[f"residual {name}"] = _digest([unit.residual.sent, unit.residual.summed])
         state["unit steps"] = engine.state.rounds.unit_steps.tolist()
         state["detectors"] = _digest(vars(engine.state.rounds.detectors).values())
+    state["gradients"] = [
+        _digest([residual.sent, residual.summed]) for residual in engine._gradients._residuals
+    ]
     state["moments"] = [_moments(inner) for inner in engine.host._inner]
     state["copies"] = _copies(engine.host)
     state["schedule"] = engine.host.progress().schedule_position

@@ -236,7 +236,7 @@ SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
 SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history", "common_steps"}
 SINCE_VERSION_5 = {"members", "digest"}
-SINCE_VERSION_6 = {"choice", "num_deviating"}
+SINCE_VERSION_6 = {"choice", "num_deviating", "gradient_wire"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
     *SINCE_VERSION_3, *SINCE_VERSION_4, *SINCE_VERSION_5, *SINCE_VERSION_6,

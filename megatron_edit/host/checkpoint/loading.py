@@ -7,13 +7,14 @@ is restored once the engine is built.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_METADATA, replica_folder
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, RESET
@@ -22,7 +23,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.megatron_load import call_megatron_load
-from megatron_edit.host.checkpoint.outer import LocalPiece
+from megatron_edit.host.checkpoint.outer import LocalPiece, RankPieces
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import load_streams
 from megatron_edit.host.checkpoint.refusals import (
@@ -32,7 +33,13 @@ from megatron_edit.host.checkpoint.refusals import (
     check_samples,
     check_schedule,
 )
-from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
+from megatron_edit.host.checkpoint.replica_local import (
+    RankShards,
+    has_gradient_residuals,
+    load_gradients,
+    load_outer,
+    load_pending,
+)
 from megatron_edit.host.checkpoint.round_state import choice_of, rounds_of, saved_unit_steps
 from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
 from megatron_edit.host.model.megatron_host import MegatronHost
@@ -140,15 +147,13 @@ class LoadControl:
             return {"iteration": self._step, "samples": samples, "replica_steps": steps}
         return None
 
-    def begin(
-        self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[LocalPiece]]
-    ) -> None:
+    def begin(self, engine: EditEngine, host: MegatronHost, pieces: RankPieces) -> None:
         """Start the engine, from the checkpoint if one was loaded.
 
         Args:
             engine: not started yet.
             host: its host.
-            pieces: returns this rank's pieces of the outer state.
+            pieces: this rank's pieces of the outer state.
         """
         place, resume, choice = self._world.placement, self._resume, self._choice
         if choice is not None:
@@ -166,9 +171,10 @@ class LoadControl:
         if entry.is_waiting:
             host.counters.set_pending_schedule(entry.pending_schedule)
         if manifest.is_warmup:
-            engine.start(entry.step, manifest.round)
+            residuals = self._gradient_residuals(engine, host, pieces, resume)
+            engine.start(entry.step, manifest.round, residuals)
         else:
-            self._load_engine(engine, host, pieces(), resume)
+            self._load_engine(engine, host, pieces.outer, resume)
             if engine.settings.timed is not None:
                 _override_loop(engine, host, plan)
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
@@ -283,6 +289,26 @@ class LoadControl:
         else:
             start_round()
         engine.load_state_dict(_state_of(resume, shards), unfinished)
+
+    def _gradient_residuals(
+        self, engine: EditEngine, host: MegatronHost, pieces: RankPieces, resume: _Resume
+    ) -> Sequence[Residual]:
+        """Load the error-feedback residuals of averaged gradients; empty lets them begin at zero.
+
+        Collective: all ranks of the replica.
+        """
+        wire, manifest, where = (
+            engine.settings.gradient_wire,
+            resume.manifest,
+            self._world.placement,
+        )
+        if has_gradient_residuals(manifest, wire, where.num_replicas):
+            mine = RankShards(where.replica, where.num_replicas, wire, host.plan, pieces.gradients)
+            numels = [shard.numel() for shard in host.gradient_shards()]
+            return load_gradients(resume.path, mine, numels)
+        if wire.has_residual and wire.name == manifest.gradient_wire and where.global_rank == 0:
+            say("another number of replicas: error feedback of averaged gradients begins at zero")
+        return ()
 
 
 def _state_of(resume: _Resume, shards: RankShards) -> EngineState:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,12 +24,14 @@ from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.megatron import ModelChunk
 
 ANCHOR, MOMENTUM, SENT, SUMMED = "anchor", "momentum", "sent", "summed"
+GRADIENT_SENT, GRADIENT_SUMMED = "gradient_sent", "gradient_summed"
 AVERAGE, SNAPSHOT = "average", "snapshot"
 MOMENT_PREFIX = "moment_"  # followed by the name of the moment
 # Copies of a parameter (on TP ranks, on stages) are in shards of different shapes, whose blocks
 # have different encoding errors: for these kinds each copy is stored separately.
-STORED_PER_COPY = (SENT, SUMMED)
-# Flat tensors [numel] of this rank's shards, by kind (the prefix of the stored name) and unit.
+STORED_PER_COPY = (SENT, SUMMED, GRADIENT_SENT, GRADIENT_SUMMED)
+# Flat tensors [numel] of this rank's shards, by kind (the prefix of the stored name) and unit, or
+# number of the gradient shard.
 Kinds = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -63,8 +66,8 @@ class LocalPiece:
     Attributes:
         place: the part in the parameter.
         start: first element of this rank, counted in the part.
-        unit: name of the unit.
-        where: in the unit's flat range.
+        unit: name of the unit, or number of the gradient shard.
+        where: in the unit's flat range, or in the gradient shard.
         copy: replica id; all 0 where this rank's copy is the one to write.
     """
 
@@ -86,28 +89,61 @@ class LocalPiece:
         return int(self.where.stop - self.where.start)
 
 
-def local_pieces(host: MegatronHost, model: Sequence[ModelChunk]) -> list[LocalPiece]:
-    """Return this rank's pieces of the outer state, in the order of the plan.
+class RankPieces:
+    """This rank's pieces of all tensors that are stored by parameter; computed once.
 
     Args:
-        host: gives the plan, and the position of a main shard in its parameter.
+        host: gives the plan, and the positions of shards in their parameters.
         model: unwrapped model chunks.
     """
-    places = part_locations(model)
-    pieces = []
-    for shard in host.plan.shards:
-        for param, where in zip(shard.params, shard.slices, strict=True):
-            parameter, first, copy = host.origin_of(param)
-            stop = first + param.main.numel()
-            for place in places[parameter]:
-                low = max(first, place.start)
-                high = min(stop, place.start + place.part.numel)
-                if low < high:
-                    begin = where.start + low - first
-                    held = slice(begin, begin + high - low)
-                    ids = place.replica_id if copy is None else (*place.replica_id[:2], copy)
-                    pieces.append(LocalPiece(place, low - place.start, shard.name, held, ids))
-    return pieces
+
+    def __init__(self, host: MegatronHost, model: Sequence[ModelChunk]) -> None:
+        self._host, self._model = host, model
+
+    @cached_property
+    def outer(self) -> list[LocalPiece]:
+        """Pieces of the outer state, in the order of the plan."""
+        pieces: list[LocalPiece] = []
+        for shard in self._host.plan.shards:
+            for param, where in zip(shard.params, shard.slices, strict=True):
+                parameter, first, copy = self._host.origin_of(param)
+                pieces += _pieces_of(self._places[parameter], first, shard.name, where, copy)
+        return pieces
+
+    @cached_property
+    def gradients(self) -> list[LocalPiece]:
+        """Pieces of the gradient shards, without padding, in the order of the buckets."""
+        pieces: list[LocalPiece] = []
+        for place in self._host.gradient_places():
+            copy = None if place.is_copied else self._host.copy_index
+            parts = self._places[place.parameter]
+            pieces += _pieces_of(parts, place.first, str(place.shard), place.where, copy)
+        return pieces
+
+    @cached_property
+    def _places(self) -> dict[Tensor, tuple[PartLocation, ...]]:
+        return part_locations(self._model)
+
+
+def _pieces_of(
+    places: Sequence[PartLocation], first: int, unit: str, where: slice, copy: int | None
+) -> Iterator[LocalPiece]:
+    """Yield the pieces of a flat range of a parameter that begins at its element `first`.
+
+    Args:
+        places: parts of the parameter.
+        first: see above.
+        unit: see `LocalPiece`.
+        where: of the range, in the flat tensor of `unit`.
+        copy: number of this copy of the shards; None if it is the data-parallel rank.
+    """
+    stop = first + where.stop - where.start
+    for place in places:
+        low, high = max(first, place.start), min(stop, place.start + place.part.numel)
+        if low < high:
+            begin = where.start + low - first
+            ids = place.replica_id if copy is None else (*place.replica_id[:2], copy)
+            yield LocalPiece(place, low - place.start, unit, slice(begin, begin + high - low), ids)
 
 
 def sharded_outer_state(pieces: Sequence[LocalPiece], kinds: Kinds) -> dict[str, ShardedTensor]:

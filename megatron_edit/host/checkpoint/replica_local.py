@@ -1,7 +1,7 @@
 """Outer state in memory and on disk: shared by all replicas, or local to one replica.
 
 Replica-local are the snapshots of delayed syncs and the error-feedback residuals of lossy wire
-types; they are stored in a separate folder for each replica.
+types, also of averaged gradients; they are stored in a separate folder for each replica.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 
 from megatron_edit.checkpoint.folder import EDIT, OUTER, replica_local_folder
 from megatron_edit.checkpoint.manifest import Manifest
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import ALL, FP32
 from megatron_edit.engine import PendingState, UnitPlan, UnitTensors
 from megatron_edit.host.checkpoint.outer import (
     AVERAGE,
+    GRADIENT_SENT,
+    GRADIENT_SUMMED,
     SENT,
     SNAPSHOT,
     SUMMED,
@@ -33,11 +36,11 @@ from megatron_edit.saved_state import PendingSync
 
 @dataclass(frozen=True)
 class RankShards:
-    """This rank's shards of the outer state.
+    """This rank's shards of the outer state, or of the gradients.
 
     Attributes:
         replica: r. `num_replicas`: N.
-        wire: type on the wire of this run.
+        wire: type on the wire of this run; of gradients where the pieces are theirs.
         plan: this rank's shards.
         pieces: of this rank.
     """
@@ -81,8 +84,64 @@ def replica_local_kinds(
         kinds[SNAPSHOT] = snapshots
     if shards.wire.has_residual:
         kinds[SENT] = {name: unit["sent"] for name, unit in outer.items()}
-        kinds[SUMMED] = {name: _scatter_residual(unit, shards) for name, unit in outer.items()}
+        kinds[SUMMED] = {
+            name: _scatter_residual(unit["sent"].numel(), unit["summed"], shards)
+            for name, unit in outer.items()
+        }
     return kinds
+
+
+def gradient_kinds(residuals: Sequence[Residual], shards: RankShards) -> Kinds:
+    """Return the error-feedback residuals of averaged gradients, by number of the shard.
+
+    Args:
+        residuals: of this rank's gradient shards, in order.
+        shards: of this rank, with the pieces of gradients.
+    """
+    return {
+        GRADIENT_SENT: {str(i): each.sent for i, each in enumerate(residuals)},
+        GRADIENT_SUMMED: {
+            str(i): _scatter_residual(each.sent.numel(), each.summed, shards)
+            for i, each in enumerate(residuals)
+        },
+    }
+
+
+def has_gradient_residuals(manifest: Manifest, wire: Wire, num_replicas: int) -> bool:
+    """Return whether a checkpoint has residuals of averaged gradients for these replicas.
+
+    Args:
+        manifest: of the checkpoint.
+        wire: type of averaged gradients on the wire of this run.
+        num_replicas: N of this run.
+    """
+    is_same = (wire.name, num_replicas) == (manifest.gradient_wire, manifest.num_replicas)
+    return manifest.is_warmup and wire.has_residual and is_same
+
+
+def load_gradients(checkpoint: Path, shards: RankShards, numels: Sequence[int]) -> list[Residual]:
+    """Load the residuals of averaged gradients from a checkpoint that has them.
+
+    Args:
+        checkpoint: its folder.
+        shards: of this rank, with the pieces of gradients.
+        numels: elements of the gradient shards.
+
+    Raises:
+        UsageError: the checkpoint lacks a part of a parameter.
+    """
+    full = {
+        kind: {str(i): torch.zeros(numel) for i, numel in enumerate(numels)}
+        for kind in (GRADIENT_SENT, GRADIENT_SUMMED)
+    }
+    load_outer_state(replica_local_folder(checkpoint, shards.replica), shards.pieces, full)
+    found = []
+    for number, sent in full[GRADIENT_SENT].items():
+        owned, summed = shards.owned(sent.numel()), full[GRADIENT_SUMMED][number]
+        padded = torch.zeros(shards.wire.owner_numel(sent.numel(), shards.num_replicas))
+        padded[: owned.stop - owned.start] = summed[owned]
+        found.append(Residual(sent, padded))
+    return found
 
 
 def load_outer(
@@ -147,12 +206,17 @@ def _snapshots_of(pending: Sequence[PendingState]) -> dict[str, Tensor]:
     return {name: tensor for sync in pending for name, tensor in sync.snapshots.items()}
 
 
-def _scatter_residual(unit: UnitTensors, shards: RankShards) -> Tensor:
-    """Return the residual of the sums that this rank encodes, at its position in the full shard."""
-    numel = unit["momentum"].numel()
+def _scatter_residual(numel: int, summed: Tensor, shards: RankShards) -> Tensor:
+    """Return the residual of the sums that this rank encodes, at its position in the full shard.
+
+    Args:
+        numel: of the shard.
+        summed: fp32 [>= owned].
+        shards: of this rank.
+    """
     where = shards.owned(numel)
     spread = torch.zeros(numel)
-    spread[where] = unit["summed"][: where.stop - where.start].cpu()
+    spread[where] = summed[: where.stop - where.start].cpu()
     return spread
 
 

@@ -5,7 +5,7 @@ A save has the same name on all replicas, so that no replica waits for another w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
 from megatron_edit.host.checkpoint.outer import (
     Kinds,
     LocalPiece,
+    RankPieces,
     sharded_outer_state,
     shared_kinds,
 )
@@ -35,6 +36,7 @@ from megatron_edit.host.checkpoint.paths import Redirection, without_retention
 from megatron_edit.host.checkpoint.random import save_streams, streams_name
 from megatron_edit.host.checkpoint.replica_local import (
     RankShards,
+    gradient_kinds,
     is_replica_local,
     replica_local_kinds,
 )
@@ -88,7 +90,7 @@ class CheckpointWriter:
         write_errors: records an error of one rank, so that the others do not wait for it.
         engine: whose state is written.
         host: of the engine.
-        pieces: returns this rank's pieces of the outer state.
+        pieces: this rank's pieces of the outer state.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class CheckpointWriter:
         write_errors: WriteErrors,
         engine: EditEngine,
         host: MegatronHost,
-        pieces: Callable[[], Sequence[LocalPiece]],
+        pieces: RankPieces,
     ) -> None:
         self._config = config
         self._world = world
@@ -203,12 +205,10 @@ class CheckpointWriter:
         replica = self._world.placement.replica
         if part.has_outer:
             kinds = shared_kinds(state.outer, state.pending, has_anchor=plan.has_anchor)
-            self._save_kinds(part.partial / EDIT / OUTER, kinds)
+            self._save_kinds(part.partial / EDIT / OUTER, kinds, self._pieces.outer)
         if part.has_replica_local:
-            wire, num_replicas = self._engine.settings.wire, self._world.placement.num_replicas
-            mine = RankShards(replica, num_replicas, wire, self._host.plan, self._pieces())
-            own = replica_local_kinds(state.outer, state.pending, mine)
-            self._save_kinds(replica_local_folder(part.partial, replica), own)
+            own, pieces = self._replica_local(state)
+            self._save_kinds(replica_local_folder(part.partial, replica), own, pieces)
         if part.has_model:
             call.arguments["iteration"] = plan.own_iteration
             target = replica_folder(part.partial, replica)
@@ -235,17 +235,29 @@ class CheckpointWriter:
             call.function(each)
 
     def _has_replica_local(self, plan: SavePlan, state: EngineState) -> bool:
-        """Return whether there is outer state that belongs to this replica alone."""
+        """Return whether there is state of exchanges that belongs to this replica alone."""
         wire = self._engine.settings.wire
+        if state.is_warmup:
+            return self._engine.settings.gradient_wire.has_residual
         if not plan.has_outer or plan.form != ALL:
             return False
         return is_replica_local(state.replica.pending, wire)
 
-    def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
+    def _replica_local(self, state: EngineState) -> tuple[Kinds, Sequence[LocalPiece]]:
+        """Return that state, and this rank's pieces of it."""
+        place, settings, pieces = self._world.placement, self._engine.settings, self._pieces
+        where = place.replica, place.num_replicas
+        if state.is_warmup:
+            mine = RankShards(*where, settings.gradient_wire, self._host.plan, pieces.gradients)
+            return gradient_kinds(state.gradients, mine), mine.pieces
+        mine = RankShards(*where, settings.wire, self._host.plan, pieces.outer)
+        return replica_local_kinds(state.outer, state.pending, mine), mine.pieces
+
+    def _save_kinds(self, folder: Path, kinds: Kinds, pieces: Sequence[LocalPiece]) -> None:
         from megatron.core import dist_checkpointing
 
         args = self._host.arguments
-        tensors = sharded_outer_state(self._pieces(), kinds)
+        tensors = sharded_outer_state(pieces, kinds)
         if args.async_save:  # written later, by another process: Megatron copies GPU tensors only
             for tensor in tensors.values():
                 if tensor.data.is_pinned():
@@ -290,6 +302,7 @@ class CheckpointWriter:
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
             wire=self._engine.settings.wire.name,
+            gradient_wire=self._engine.settings.gradient_wire.name,
             written_by=versions(),
             settings=training_settings(self._config),
             is_final_phase=self._engine.status.is_final_phase,
