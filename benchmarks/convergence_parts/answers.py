@@ -239,7 +239,7 @@ MOMENT_WIRE = "int8"  # moments are sent in 8-bit codes with a scale per block, 
 def bytes_per_parameter(case: Case) -> float:
     """Return bytes per parameter sent by one replica in a run, all phases included.
 
-    Payload, without control records. Gradients of synchronous steps are fp32.
+    Payload, without control records.
 
     Args:
         case: with one stage, and rounds of a fixed number of steps.
@@ -250,16 +250,17 @@ def bytes_per_parameter(case: Case) -> float:
     def sent(wire: str) -> float:
         return Wire.of(wire).payload_bytes(NUMEL, size) / NUMEL
 
-    if STRATEGIES[case.strategy].endless_warmup:
-        return stage.until * sent(FP32)
     values = {name: words[0] for name, words in canonical(case.words).items() if words}
+    gradients = sent(values.get("--edit-warmup-dtype", FP32))
+    if STRATEGIES[case.strategy].endless_warmup:
+        return stage.until * gradients
     final = round(float(values.get("--edit-final-sync-fraction", "0")) * stage.until)
     final = min(final, stage.until - case.warmup_steps)
     num_syncs = math.ceil((stage.until - case.warmup_steps - final) / case.tau)
     num_moments = MOMENTS[values.get("--edit-average-moments", "none")]
     num_moment_syncs = num_syncs // int(values.get("--edit-average-moments-every", "1"))
     return (
-        (case.warmup_steps + final) * sent(FP32)
+        (case.warmup_steps + final) * gradients
         + num_syncs * sent(values.get("--edit-sync-dtype", FP32))
         + num_moment_syncs * num_moments * sent(MOMENT_WIRE)
     )

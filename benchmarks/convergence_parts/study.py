@@ -334,6 +334,13 @@ def _coarse(study: Study) -> Question:
             label = f"{plain(tau)}, {wire}, nu {lr:g}, mu_o {momentum:g}"
             options: dict[str, Any] = {"base": plain(tau), "tau": tau, "num_seeds": num_seeds}
             members.append(study.member(label, "edit", *flags, **options))
+    members.append(
+        study.member(
+            f"{plain(64)}, int2, nu 0.9, mu_o 0.6, warm-up int8", "edit", "--edit-sync-dtype",
+            "int2", "--edit-outer-lr", "0.9", "--edit-outer-momentum", "0.6",
+            "--edit-warmup-dtype", "int8", base=plain(64), tau=64, num_seeds=2,
+        )
+    )  # fmt: skip
     title = "Two bits an element on the wire, and less"
     return Question("coarse", title, tuple(members))
 

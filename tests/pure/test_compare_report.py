@@ -114,6 +114,15 @@ def test_final_phase_steps_count_as_exchanges() -> None:
     assert found.syncs == ((9, 300), (10, 400), (11, 400), (12, 400))
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("int8", 260 / 256)])
+def test_synchronous_steps_count_bytes_of_their_data_type(dtype: str, width: float) -> None:
+    """Of 100 parameters; those of stock Megatron are not encoded."""
+    ddp = RunKind(KIND.layout, SEQ, warmup_steps=6, is_synchronous=True)
+    run = RUN | {"config": {"warmup_steps": 6, "warmup_dtype": dtype}}
+    assert reading(ddp, [], run).bytes_per_step == pytest.approx(100 * width)
+    assert reading(replace(ddp, is_stock=True), [], run).bytes_per_step > 400
+
+
 def test_parameter_count_sums_all_stages() -> None:
     """Each model-parallel rank logs its own number; repeated lines count once."""
     lines = [PARAMETERS.format(0, 60), PARAMETERS.format(1, 40), PARAMETERS.format(1, 40)]

@@ -180,8 +180,8 @@ def test_restored_residuals_continue(scale: float | None) -> None:
         whole.average(given)
     whole.scale = resumed.scale = None if scale is None else torch.tensor([scale / 2])
     resumed.shards[:] = [[each.clone() for each in mine] for mine in whole.shards]
-    for ours, theirs in zip(resumed.averagers, whole.averagers, strict=True):
-        ours.load_state_dict([_copy(residual) for residual in theirs.state_dict()])
+    for to, origin in zip(resumed.averagers, whole.averagers, strict=True):
+        to.load_state_dict([_copy(residual) for residual in origin.state_dict()])
     for ours, theirs in zip(resumed.average(steps[2]), whole.average(steps[2]), strict=True):
         assert all(map(torch.equal, ours, theirs))
 

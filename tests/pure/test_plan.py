@@ -153,15 +153,37 @@ def test_plan_counts_bytes_of_moments(which: str, every: int, each: float) -> No
     assert after["encoded units"] > before["encoded units"]
 
 
+def test_plan_counts_memory_and_time_of_encoded_gradients() -> None:
+    """Residuals of 4 (1 + 1/N) bytes per element of the shard, not at the same time as the outer
+    state; a step of `ddp` waits for fewer bytes. Catches int8 that costs no memory, or both."""
+    plain, coded = (
+        job_of("llama_1b", 8, "--use-edit", *words)
+        for words in ((), ("--edit-warmup-dtype", "int8"))
+    )
+    rows = [{row.name: row for row in make_plan(job, at(1e9), ["edit", "ddp"]).rows}
+            for job in (plain, coded)]  # fmt: skip
+    shard = coded.largest_shard
+    parts = {part.name: part.nbytes for part in rows[1]["ddp"].parts}
+    assert parts["gradient residuals of int8"] == pytest.approx(4 * (1 + 1 / 8) * shard, rel=1e-3)
+    scratch = 2 * 260 / 256 + 4 / 8
+    assert parts["encoded gradients"] == pytest.approx(scratch * shard, rel=1e-3)
+    assert not rows[0]["ddp"].parts
+    assert rows[1]["ddp"].added("device") == sum(parts.values())
+    assert rows[1]["edit"].added("device") == rows[0]["edit"].added("device") > sum(parts.values())
+    assert rows[1]["ddp"].cost.exchange < 0.3 * rows[0]["ddp"].cost.exchange
+    text = " ".join(lines(make_plan(coded, at(1e9), ["edit", "published-diloco"])))
+    assert "in synchronous steps" in text
+
+
 def test_plan_reports_bytes_of_final_phase() -> None:
     """They are reported per step of the phase, separate from those of rounds, and in the text."""
     words = ("--use-edit", "--edit-final-sync-fraction", "0.05")
     job, plain = job_of("llama_1b", 8, *words), job_of("llama_1b", 8, "--use-edit")
     plans = [make_plan(each, at(1e9), ["edit"]) for each in (job, plain)]
     rows, others = (plan.as_json()["strategies"] for plan in plans)
-    phase = rows["edit"]["final_phase"]
+    phase, config = rows["edit"]["final_phase"], job.config("edit")
     assert phase == {
-        "share_of_training": 0.05, "bytes_per_step": gradient_traffic(job).per_step,
+        "share_of_training": 0.05, "bytes_per_step": gradient_traffic(job, config).per_step,
     }  # fmt: skip
     assert others["edit"]["final_phase"] == {"share_of_training": 0.0, "bytes_per_step": 0.0}
     assert rows["edit"]["bytes_per_step"] == others["edit"]["bytes_per_step"]
@@ -169,13 +191,21 @@ def test_plan_reports_bytes_of_final_phase() -> None:
     assert "in the last 0.05 of the training" in text and "in the last" not in other_text
 
 
-def test_planned_synchronous_bytes_equal_those_of_compare() -> None:
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4.0), ("bf16", 2.0), ("int8", 260 / 256)])
+def test_planned_synchronous_bytes_equal_those_of_compare(dtype: str, width: float) -> None:
+    """`compare/traffic.py` computes the same for all ranks of a job; both by the width of a
+    gradient on the wire. Catches int8 gradients that are counted as fp32."""
+    job = job_of("llama_1b", 8, "--use-edit", "--edit-warmup-dtype", dtype)
+    layout, config = Layout(8, 8, job.architecture.numel), job.config("ddp")
+    planned = gradient_traffic(job, config).per_replica
+    assert planned == pytest.approx(2 * 7 / 8 * width * job.architecture.numel, rel=1e-4)
+    assert 8 * planned == pytest.approx(warmup_bytes(layout, num_steps=1, dtype=dtype), rel=1e-4)
+
+
+def test_planned_stock_bytes_equal_those_of_compare() -> None:
     """`compare/traffic.py` computes the same for all ranks of a job."""
     job = job_of("llama_1b", 8)
     layout = Layout(8, 8, job.architecture.numel)
-    assert 8 * gradient_traffic(job).per_replica == pytest.approx(
-        warmup_bytes(layout, num_steps=1), rel=1e-6
-    )
     stock, gradients = stock_traffic(job, reduces_by_all_reduce=False)
     assert 8 * stock.per_replica == pytest.approx(baseline_bytes(layout, num_steps=1))
     assert gradients == pytest.approx(stock.per_host * 4 / 6)
@@ -396,7 +426,7 @@ def test_every_strategy_has_a_plan() -> None:
     assert every["stock"] == every["ddp"] == 1 and every["a-edit"] == 600 / 2.0
     shares = {row.name: row.cost.share_of_ideal for row in plan.rows}
     assert shares["edit"] >= shares["published-diloco"] > shares["ddp"]
-    assert synchronous_cost(job, at(1e9)).share_of_ideal == shares["ddp"]
+    assert synchronous_cost(job, job.config("ddp"), at(1e9)).share_of_ideal == shares["ddp"]
     json.dumps(plan.as_json())
 
 

@@ -49,7 +49,8 @@ def test_bytes_of_parameters_and_gradients_by_flags(
     parts = {part.name: part.nbytes for part in stock_parts(job)}
     assert parts["parameters"] == parameter * NUMEL and parts["gradients"] == gradient * NUMEL
     ring = 2 * 7 / 8 * gradient * NUMEL
-    assert gradient_traffic(job).per_replica == pytest.approx(ring, rel=1e-6)
+    config = job.config("ddp")
+    assert gradient_traffic(job, config).per_replica == pytest.approx(ring, rel=1e-6)
     stock, gradients = stock_traffic(job, reduces_by_all_reduce=False)
     assert gradients / stock.per_host == pytest.approx(gradient / (gradient + parameter))
 

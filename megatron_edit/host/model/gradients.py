@@ -68,4 +68,4 @@ def _shards(model: Sequence[DdpChunk]) -> Iterator[tuple[DdpChunk, ParamBucket, 
 
 def _offset(view: Tensor, data: Tensor) -> int:
     """Return the elements of `data` before `view`, which lies in it."""
-    return int(view.data_ptr() - data.data_ptr()) // data.element_size()
+    return int((view.data_ptr() - data.data_ptr()) // data.element_size())

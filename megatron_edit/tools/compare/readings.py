@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_edit.constants import FP32
 from megatron_edit.observe.line_files import read_json_lines
 from megatron_edit.observe.records import RUN, SYNCS, Array
 from megatron_edit.tools.compare.console_log import (
@@ -225,7 +226,7 @@ def make_reading(
     last = min((s["iteration"] - 1 for s in syncs), default=log.last_iteration) \
         if kind.is_ideal else log.last_iteration  # fmt: skip
     speed = _speed(timeline, warmup, last)
-    step_bytes = _step_bytes(kind, log.num_parameters)
+    step_bytes = _step_bytes(run, kind, log.num_parameters)
     # After a resume, the event files contain only the syncs since then.
     steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
     exchanges = [(int(s["iteration"]), int(s["wire_bytes"])) for s in counted]
@@ -281,13 +282,14 @@ def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:
     return None
 
 
-def _step_bytes(kind: RunKind, num_parameters: int) -> float:
+def _step_bytes(run: Mapping[str, Any], kind: RunKind, num_parameters: int) -> float:
     """Return the bytes that one replica sends in a synchronous step."""
     layout = replace(kind.layout, num_parameters=num_parameters)
     if kind.is_stock:
         total = baseline_bytes(layout, num_steps=1, element=kind.element)
     else:
-        total = warmup_bytes(layout, num_steps=1, element=kind.element)
+        dtype = run.get("config", {}).get("warmup_dtype", FP32)  # earlier versions had no other
+        total = warmup_bytes(layout, num_steps=1, element=kind.element, dtype=dtype)
     return total / layout.num_replicas
 
 

@@ -16,6 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_edit.comm.wire import Wire
+from megatron_edit.constants import FP32
+
+_LARGE = 1 << 20  # elements, so that the padding of codes is negligible
+
 
 @dataclass(frozen=True)
 class ElementBytes:
@@ -111,15 +116,26 @@ def _links(machines: Sequence[int]) -> int:
     return sum(machines[i - 1] != machine for i, machine in enumerate(machines))
 
 
-def warmup_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF16) -> float:
+def warmup_bytes(
+    layout: Layout, *, num_steps: int, element: ElementBytes = BF16, dtype: str = FP32
+) -> float:
     """Return the bytes between replicas in `num_steps` warm-up steps of EDiT.
 
     Each of the R ranks all-reduces its shard of the gradients with its N - 1 counterparts, and
     sends 2 (N - 1) / N of it. The shard has P / K of them, or P I / K if a replica has I optimizer
-    instances, as each of them exchanges all gradients.
+    instances, as each of them exchanges all gradients. Encoded, a gradient has as many bytes as its
+    code and its share of a scale.
+
+    Args:
+        layout: of the ranks.
+        num_steps: number of steps.
+        element: bytes of a parameter.
+        dtype: `--edit-warmup-dtype`.
     """
+    codec = Wire.of(dtype).codec
+    gradient = element.gradient if codec is None else codec.encoded_bytes(_LARGE) / _LARGE
     shard = layout.num_parameters * layout.num_instances / layout.ranks_per_replica
-    shard_bytes = shard * element.gradient
+    shard_bytes = shard * gradient
     num_ranks = layout.num_replicas * layout.ranks_per_replica
     sent_per_rank = 2 * (layout.num_replicas - 1) / layout.num_replicas * shard_bytes
     return num_steps * num_ranks * sent_per_rank

@@ -12,7 +12,7 @@ from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
 from megatron_edit.tools.plan.job import Job
-from megatron_edit.tools.plan.memory import edit_parts, stock_parts
+from megatron_edit.tools.plan.memory import DEVICE, added_bytes, edit_parts, stock_parts
 from megatron_edit.tools.plan.values import show_bytes, show_seconds
 
 SLACK = 1.1  # margin between the end of an exchange and its landing
@@ -156,8 +156,9 @@ def _memory(job: Job, config: EditConfig, setting: TimingSetting, device_memory:
     room = device_memory * setting.machine.memory_share
 
     def needed(some: EditConfig) -> int:
-        parts = (*stock_parts(job), *edit_parts(job, some, overlaps=job.overlaps_gather))
-        return sum(part.nbytes for part in parts if part.place == "device")
+        stock = sum(part.nbytes for part in stock_parts(job) if part.place == DEVICE)
+        parts = edit_parts(job, some, overlaps=job.overlaps_gather)
+        return stock + added_bytes(parts, DEVICE)
 
     kept, offloaded = needed(config), needed(replace(config, offload=True))
     if kept <= room:

@@ -11,7 +11,7 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import BLOCKING, FP32
+from megatron_edit.constants import BLOCKING
 from megatron_edit.host.settings import landing_of, moments_of
 from megatron_edit.method.cost import Cost, UnitExchange, round_cost
 from megatron_edit.method.strategy import STRATEGIES
@@ -80,11 +80,15 @@ def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
     return Traffic(total, rank, total * job.mesh.host_share, total / round_steps)
 
 
-def gradient_traffic(job: Job) -> Traffic:
+def gradient_traffic(job: Job, config: EditConfig) -> Traffic:
     """Return the traffic of a synchronous step with replicas: the warm-up, and `ddp`."""
-    size = job.mesh.num_replicas
-    nbytes = job.storage.gradient_bytes
-    each = [all_reduce_payload(nbytes * sum(row), size) for row in job.rank_numels]
+    size, wire = job.mesh.num_replicas, Wire.of(config.warmup_dtype)
+    numels = [sum(row) for row in job.rank_numels]
+    if wire.codec is None:
+        nbytes = job.storage.gradient_bytes
+        each = [all_reduce_payload(nbytes * numel, size) for numel in numels]
+    else:
+        each = [wire.payload_bytes(numel, size) for numel in numels]
     total = float(sum(each))
     return Traffic(total, max(each), total * job.mesh.host_share, total)
 
@@ -195,11 +199,12 @@ def round_of(config: EditConfig, step: float) -> float:
     return config.sync_seconds if is_timed else config.sync_interval * step
 
 
-def synchronous_cost(job: Job, setting: TimingSetting) -> Cost:
+def synchronous_cost(job: Job, config: EditConfig, setting: TimingSetting) -> Cost:
     """Return the cost of a step of `ddp` or of the warm-up: gradients are averaged after it."""
-    traffic = gradient_traffic(job)
-    num_units = len(job.unit_names)
-    steps = _ring_steps(job, FP32) * num_units
+    traffic = gradient_traffic(job, config)
+    is_coded = Wire.of(config.warmup_dtype).codec is not None  # then all are one exchange
+    num_exchanges = 1 if is_coded else len(job.unit_names)
+    steps = _ring_steps(job, config.warmup_dtype) * num_exchanges
     slowest = setting.machine.per_wire_byte * traffic.per_rank
     wire = max(setting.link.seconds(traffic.per_host), slowest) + steps * setting.link.latency
     return Cost(wire, 0.0, wire, setting.step, wire)

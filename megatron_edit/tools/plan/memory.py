@@ -23,13 +23,32 @@ class MemoryItem:
         name: of the item.
         place: "device" or "host".
         nbytes: size.
-        is_persistent: whether it is allocated all the time, and not only during a sync.
+        is_persistent: whether it is allocated all the time, and not only during an exchange.
+        is_synchronous: whether it belongs to the warm-up and the final phase; all others belong to
+            the rounds.
     """
 
     name: str
     place: str
     nbytes: int
     is_persistent: bool = True
+    is_synchronous: bool = False
+
+    @property
+    def when(self) -> str:
+        """The times at which it is allocated, for a table; empty if always in the rounds."""
+        if self.is_synchronous:
+            return "in synchronous steps"
+        return "" if self.is_persistent else "during a sync"
+
+
+def added_bytes(parts: Sequence[MemoryItem], place: str) -> int:
+    """Return the most bytes of a strategy's parts at one time, in the rounds or before or after."""
+    totals = {True: 0, False: 0}
+    for part in parts:
+        if part.place == place:
+            totals[part.is_synchronous] += part.nbytes
+    return max(totals.values())
 
 
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
@@ -57,9 +76,24 @@ def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
 
 def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[MemoryItem, ...]:
     """Return the memory that a strategy adds."""
-    if STRATEGIES[config.strategy].endless_warmup:
-        return ()
-    return tuple(part for part in _parts(job, config, overlaps=overlaps) if part.nbytes)
+    parts = list(_synchronous_parts(job, config))
+    if not STRATEGIES[config.strategy].endless_warmup:
+        parts += _parts(job, config, overlaps=overlaps)
+    return tuple(part for part in parts if part.nbytes)
+
+
+def _synchronous_parts(job: Job, config: EditConfig) -> Iterator[MemoryItem]:
+    """Yield the memory of averaged gradients. fp32 needs none: they are averaged in place."""
+    wire, size, numel = Wire.of(config.warmup_dtype), job.mesh.num_replicas, job.largest_shard
+    if wire.codec is None:
+        return
+    owned = wire.owner_numel(numel, size)
+    residuals = FP32_BYTES * (numel + owned) if wire.has_residual else 0
+    yield MemoryItem(f"gradient residuals of {wire.name}", DEVICE, residuals, is_synchronous=True)
+    coded = 2 * size * wire.codec.encoded_bytes(owned) + FP32_BYTES * owned
+    if job.storage.gradient_bytes < FP32_BYTES:
+        coded += FP32_BYTES * numel  # an fp32 copy
+    yield MemoryItem("encoded gradients", DEVICE, coded, is_persistent=False, is_synchronous=True)
 
 
 def persistent_bytes(job: Job, config: EditConfig) -> int:

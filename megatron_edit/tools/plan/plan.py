@@ -31,6 +31,7 @@ from megatron_edit.tools.plan.exchanges import (
 from megatron_edit.tools.plan.job import NAMES, PUBLISHED_DILOCO, Job
 from megatron_edit.tools.plan.memory import (
     MemoryItem,
+    added_bytes,
     edit_parts,
     published_diloco_parts,
     stock_parts,
@@ -70,7 +71,7 @@ class PlanRow:
 
     def added(self, place: str) -> int:
         """Return the bytes in addition to stock Megatron's, on the device or in host memory."""
-        return sum(part.nbytes for part in self.parts if part.place == place)
+        return added_bytes(self.parts, place)
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,14 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
         return _published_diloco(job, setting)
     config, choice = _settings_of(job, setting, name)
     if STRATEGIES[name].endless_warmup:
-        return PlanRow(name, 1, gradient_traffic(job), synchronous_cost(job, setting), ())
+        traffic, cost = gradient_traffic(job, config), synchronous_cost(job, config, setting)
+        parts = edit_parts(job, config, overlaps=False)
+        return PlanRow(name, 1, traffic, cost, parts)
     cost = sync_cost(job, config, setting)
     every = cost.round / setting.step
     parts = edit_parts(job, config, overlaps=lands_in_forward(job, config))
     final = config.final_sync_fraction
-    nbytes = gradient_traffic(job).per_step if final else 0.0
+    nbytes = gradient_traffic(job, config).per_step if final else 0.0
     traffic = sync_traffic(job, config, every)
     return PlanRow(name, every, traffic, cost, parts, final, nbytes, choice)
 
@@ -175,8 +178,9 @@ def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
     """Return the row of DiLoCo as published: one blocking exchange, outer state not sharded."""
     config = job.config("diloco")
     config = replace(
-        config, sync_dtype=FP32, fragments=1, delay_steps=0, mix=0.0, offload=False,
-        average_moments=NONE, average_moments_every=1, scale_beta2=False, final_sync_fraction=0.0,
+        config, sync_dtype=FP32, warmup_dtype=FP32, fragments=1, delay_steps=0, mix=0.0,
+        offload=False, average_moments=NONE, average_moments_every=1, scale_beta2=False,
+        final_sync_fraction=0.0,
     )  # fmt: skip
     cost = sync_cost(job, config, setting, blocks=True)
     every = cost.round / setting.step
@@ -269,7 +273,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for name, part in named:
         shown = show_bytes(part.nbytes)
         on = (shown, "") if part.place == "device" else ("", shown)
-        rows.append((part.name, *on, name + ("" if part.is_persistent else ", during a sync")))
+        rows.append((part.name, *on, ", ".join(filter(None, (name, part.when)))))
     yield from aligned(rows)
     yield "activations, and what a save copies to host memory, are not counted"
 
