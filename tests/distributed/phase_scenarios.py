@@ -6,6 +6,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from megatron_edit.comm import timeouts
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FIRST_MOMENT
@@ -85,6 +87,37 @@ def follow_losses(losses: list[list[float]], tau: int) -> list[int]:
         engine.after_step()
         engine.record_loss(loss if has_loss else float("nan"))
     return [report.step for report in reporter.syncs]
+
+
+def average_in_phases(gradients: list[list[list[Any]]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Make two steps of warm-up, two local ones and two in the final phase.
+
+    Args:
+        gradients: of each replica, step and shard.
+        settings: of the run.
+
+    Returns:
+        Gradients after each step's average, bytes that each average sent, and the number of
+        residuals after each step.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=2, sync_interval=4,
+                        num_replicas=len(gradients), **settings)  # fmt: skip
+    engine, host, _ = build_engine(config, SIZES, START)
+    engine.start()
+    found, sent, residuals = [], [], []
+    group = engine.groups.sync
+    for step, shards in enumerate(gradients[group.rank], start=1):
+        host.begins_final = step >= 4
+        host.gradients = [torch.tensor(shard, dtype=torch.float32) for shard in shards]
+        engine.before_gradients()
+        before = group.payload_bytes
+        engine.average_gradients()
+        found.append([shard.numpy().copy() for shard in host.gradients])
+        sent.append(group.payload_bytes - before)
+        engine.before_step()
+        engine.after_step()
+        residuals.append(len(engine._gradients._residuals))
+    return {"gradients": found, "bytes": sent, "residuals": residuals}
 
 
 def wait_in_warmup(seconds: list[float], minimum: float) -> list[float]:

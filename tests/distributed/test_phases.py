@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from megatron_edit.comm.wire import Wire
 from tests.distributed.phase_scenarios import ALL_REPLICAS
 from tests.harness import run_ranks
+from tests.reference.wire import AllReduce, Residuals
 
 MODULE = "tests.distributed.phase_scenarios"
 FIRST = [1.0, math.nan, 4.0]
@@ -49,6 +51,37 @@ def test_final_moments_are_the_mean_of_accepted_replicas(nonfinite: list[int]) -
     for result in results:
         np.testing.assert_allclose(result.value["moments"], expected, rtol=1e-6)
     assert len({str(result.value["moments"]) for result in results}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_encoded_gradients_are_averaged_in_both_phases(dtype: str, replicas: int) -> None:
+    """Bit for bit as the reference over sockets, with error feedback that begins at zero in each
+    phase; local steps send nothing. Catches residuals of the warm-up in the final phase."""
+    rng, numels = np.random.default_rng(1), (700, 5)
+    drawn = rng.standard_normal((replicas, 6, sum(numels))).astype(np.float32)
+    gradients = [[[row[:700], row[700:]] for row in mine] for mine in drawn]
+    lists = [[[s.tolist() for s in step] for step in mine] for mine in gradients]
+    results = run_ranks(
+        f"{MODULE}:average_in_phases", replicas, (lists, {"warmup_dtype": dtype}), check=True
+    )
+    has_residual, share = dtype == "int8", np.float32(1 / replicas)
+    announced = sum(Wire.of(dtype).payload_bytes(numel, replicas) for numel in numels)
+    residuals: list[Residuals | None] = []
+    for step in range(6):
+        if step in (0, 4):
+            residuals = [Residuals.zeros(replicas, n) if has_residual else None for n in numels]
+        for shard in range(2):
+            addends = [mine[step][shard] * share for mine in gradients]
+            is_local = step in (2, 3)
+            average = None if is_local else AllReduce(addends).sum(dtype, residuals[shard])
+            for replica, result in enumerate(results):
+                expected = gradients[replica][step][shard] if average is None else average
+                np.testing.assert_array_equal(result.value["gradients"][step][shard], expected)
+    for result in results:
+        assert result.value["bytes"] == [announced] * 2 + [0, 0] + [announced] * 2
+        kept = 2 * has_residual
+        assert result.value["residuals"] == [kept, 0, 0, 0, kept, kept]
 
 
 def test_moments_are_reset_where_one_replica_has_none() -> None:

@@ -62,6 +62,7 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
     "moments": (MOMENTS, True),
     "moments-int8-delayed": ({**DELAYED, **MOMENTS, "sync_dtype": "int8"}, True),
     "moments-offload": ({**MOMENTS, "offload": True}, True),
+    "gradients-int8": ({"warmup_dtype": "int8", "warmup_steps": 4}, True),
 }
 
 
@@ -118,6 +119,7 @@ class Training:
     def step(self, number: int) -> None:
         """Make one step of the inner optimizer."""
         engine, host = self.rank.engine, self.rank.host
+        host.gradients = [torch.ones(numel) for numel in (300, 5)]
         engine.before_gradients()
         engine.average_gradients()
         engine.before_step()
