@@ -563,6 +563,14 @@ HOST = (
         test="pure/test_host_parts.py::test_save_writes_a_copy_of_host_tensors",
     ),
     Mutant(
+        id="host/error-feedback-of-first-copy",
+        bug="a resumed warm-up gives all copies of a parameter the error feedback of the first one",
+        file="host/checkpoint/outer.py",
+        old="STORED_PER_COPY = (SENT, SUMMED, GRADIENT_SENT, GRADIENT_SUMMED)",
+        new="STORED_PER_COPY = (SENT, SUMMED)",
+        test="host/test_warmup_dtype.py::test_replicas_and_copies_stay_equal_and_resume_is_exact",
+    ),
+    Mutant(
         id="host/router-bias-in-warmup",
         bug="the bias of quantile balancing is not exchanged in the warm-up",
         file="host/model/routers.py",
