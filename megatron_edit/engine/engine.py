@@ -224,9 +224,8 @@ class EditEngine:
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
         """In warm-up and in the final phase, average the gradients; see `GradientAverager`."""
         if self.status.is_warmup:
-            with self._context():
-                with self._tuner.meter.averaging(self.state.step + 1):
-                    self._gradients.average(num_tokens)
+            with self._context(), self._tuner.meter.averaging(self.state.step + 1):
+                self._gradients.average(num_tokens)
 
     def before_step(self) -> None:
         """Finish the landing sync: it must not land after the inner optimizer's next step."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import FP32
 
 _LARGE = 1 << 20  # elements, so that the padding of codes is negligible
@@ -132,6 +131,8 @@ def warmup_bytes(
         element: bytes of a parameter.
         dtype: `--edit-warmup-dtype`.
     """
+    from megatron_edit.comm.wire import Wire  # imports torch, which other commands do not need
+
     codec = Wire.of(dtype).codec
     gradient = element.gradient if codec is None else codec.encoded_bytes(_LARGE) / _LARGE
     shard = layout.num_parameters * layout.num_instances / layout.ranks_per_replica
