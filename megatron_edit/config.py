@@ -34,6 +34,7 @@ from megatron_edit.constants import (
     REPLICA_NAME,
     REPLICA_NAME_RULE,
     STL,
+    TOP64,
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, default_text, flag, format_value, parse_endpoint, preset_of
@@ -243,8 +244,9 @@ def check_ranges(config: EditConfig) -> None:
 
 
 def check_strategy(config: EditConfig) -> None:
-    """Refuse settings that have no effect with the strategy."""
+    """Refuse settings that have no effect with the strategy, or are part of another one."""
     strategy = STRATEGIES[config.strategy]
+    _check_fixed(config)
     for other in STRATEGIES.values():
         for name in other.own_settings:
             if name not in strategy.own_settings:
@@ -258,6 +260,25 @@ def check_strategy(config: EditConfig) -> None:
     if strategy.endless_warmup:
         for name in SYNC_SETTINGS:
             _refuse_unless_default(config, name, "edit")
+
+
+def _check_fixed(config: EditConfig) -> None:
+    """Check settings that are part of a strategy: that it has them, and that no other has them."""
+    for name in STRATEGIES[config.strategy].fixed_settings:
+        fixed, value = preset_of(_spec(config, name), config.strategy, ADAM), getattr(config, name)
+        if value != fixed:
+            raise UsageError(
+                f"{flag(name)} {value}",
+                f"is always {fixed} with {flag('strategy')} {config.strategy}",
+                "drop the flag, or use another strategy",
+            )
+    owners = [s.name for s in STRATEGIES.values() if s.presets.get("sync_dtype") == TOP64]
+    if config.sync_dtype == TOP64 and config.strategy not in owners:
+        raise UsageError(
+            f"{flag('sync_dtype')} {TOP64}",
+            f"is part of {flag('strategy')} {' and '.join(owners)}",
+            f"use {flag('strategy')} {owners[0]}, or another {flag('sync_dtype')}",
+        )
 
 
 def _refuse_unless_default(config: EditConfig, name: str, suitable: str) -> None:

@@ -20,10 +20,10 @@ from megatron_edit.constants import (
     MIN_TIMEOUT_SECONDS,
     NONE,
     SYNC_BACKENDS,
-    SYNC_DTYPES,
     SYNC_MODES,
     TIMEOUT_ROUNDS,
     WARMUP_DTYPES,
+    WIRE_TYPES,
 )
 from megatron_edit.flags import AUTO
 from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
@@ -219,7 +219,7 @@ class SettingFields:
     )
     offload: bool = _setting(False, "keep anchor and outer momentum in (pinned) host memory")
     sync_dtype: str = _preset(
-        FP32, "data type in which updates are exchanged", kind=str, only=SYNC_DTYPES
+        FP32, "data type in which updates are exchanged", kind=str, only=WIRE_TYPES
     )
     sync_backend: str = _setting(
         AUTO,

@@ -11,6 +11,8 @@ NCCL, GLOO = SYNC_BACKENDS = ("nccl", "gloo")
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4", "int2", "ternary", "sign")  # by falling size
 FP32, BF16, INT8, INT4, INT2, TERNARY, SIGN = SYNC_DTYPES
 WARMUP_DTYPES = (FP32, BF16, INT8)
+TOP64 = "top64"  # of the strategy sparse-loco alone
+WIRE_TYPES = (*SYNC_DTYPES, TOP64)
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 DEFAULT_STRATEGY = "edit"  # the default of --edit-strategy
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")

@@ -250,18 +250,20 @@ def bytes_per_parameter(case: Case) -> float:
     def sent(wire: str) -> float:
         return Wire.of(wire).payload_bytes(NUMEL, size) / NUMEL
 
+    strategy = STRATEGIES[case.strategy]
     values = {name: words[0] for name, words in canonical(case.words).items() if words}
     gradients = sent(values.get("--edit-warmup-dtype", FP32))
-    if STRATEGIES[case.strategy].endless_warmup:
+    if strategy.endless_warmup:
         return stage.until * gradients
     final = round(float(values.get("--edit-final-sync-fraction", "0")) * stage.until)
     final = min(final, stage.until - case.warmup_steps)
     num_syncs = math.ceil((stage.until - case.warmup_steps - final) / case.tau)
+    wire = values.get("--edit-sync-dtype", str(strategy.presets.get("sync_dtype", FP32)))
     num_moments = MOMENTS[values.get("--edit-average-moments", "none")]
     num_moment_syncs = num_syncs // int(values.get("--edit-average-moments-every", "1"))
     return (
         (case.warmup_steps + final) * gradients
-        + num_syncs * sent(values.get("--edit-sync-dtype", FP32))
+        + num_syncs * sent(wire)
         + num_moment_syncs * num_moments * sent(MOMENT_WIRE)
     )
 

@@ -334,6 +334,9 @@ def _coarse(study: Study) -> Question:
             label = f"{plain(tau)}, {wire}, nu {lr:g}, mu_o {momentum:g}"
             options: dict[str, Any] = {"base": plain(tau), "tau": tau, "num_seeds": num_seeds}
             members.append(study.member(label, "edit", *flags, **options))
+    for tau in sorted(COARSE_WIRES):
+        options = {"base": plain(tau), "tau": tau, "num_seeds": 1}
+        members.append(study.member(f"sparse-loco, tau {tau}", "sparse-loco", **options))
     members.append(
         study.member(
             f"{plain(64)}, int2, nu 0.9, mu_o 0.6, warm-up int8", "edit", "--edit-sync-dtype",

@@ -145,7 +145,7 @@ def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
     # unit is the embedding, alone in its group but for the final norm.
     groups = min(num_layers + 1, tau)
     staggered = ["--edit-fragments", f"{groups}", "--edit-delay-steps", f"{tau // 5}"]
-    strategies = ("local-sgd", "post-local-sgd", "slowmo", "diloco", "co2")
+    strategies = ("local-sgd", "post-local-sgd", "slowmo", "diloco", "co2", "sparse-loco")
     named = {name: ["--edit-strategy", name] for name in strategies}
     return named | {
         "streaming-diloco": ["--edit-strategy", "streaming-diloco"],
@@ -166,7 +166,7 @@ def sends_all_at_once(kind: str, tau: int) -> bool:
     """Return whether each sync of one of EDiT's kinds exchanges all units in fp32."""
     flags = variants(tau).get(kind, [])
     own_flags = {"--edit-fragments", "--edit-sync-dtype"}
-    return kind != "streaming-diloco" and own_flags.isdisjoint(flags)
+    return kind not in ("streaming-diloco", "sparse-loco") and own_flags.isdisjoint(flags)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
-"""Compressed all-reduce: a sum over a group in two phases of encoded chunks.
+"""Compressed all-reduce: a sum over a group, of encoded addends.
+
+In two phases, if the codec encodes sums, too:
 
     (a) chunk j of every addend, encoded, goes to rank j, which decodes and adds them in rank
         order in fp32;
     (b) rank j encodes the sum of its chunk and sends it to all ranks, which decode it.
+
+Otherwise in one phase: every addend, encoded as a whole, goes to all ranks, each of which decodes
+and adds them in rank order in fp32.
 
 Note: the order of phases. Exchanges begin in the same order on all ranks (for those of syncs see
 the note on their order in `engine/sync/manager.py`). Phase (b) begins when (a) is done, which is at
 another time on each rank. It has connections of its own, so that it may fall between any other
 collectives, and it waits in a backlog until the phases (b) of all earlier exchanges have begun.
 Hence all ranks issue the collectives of a phase in the same order, however often each of them
-advances its exchanges.
+advances its exchanges. An exchange in one phase has only (a), and never waits in the backlog.
 Where collectives run in order (NCCL) both phases share one connection, and a phase (b) begins
 before the phase (a) of any later exchange: again the same order on all ranks, at any time. It
 begins when (a) is found to be done, another exchange begins, or its sum is waited for, and not
@@ -62,7 +67,8 @@ class Residual:
 
     Attributes:
         sent: fp32 [n], errors of this replica's addends.
-        summed: fp32 [owner_numel], errors of the sums of the chunk that this rank encodes.
+        summed: fp32 [owner_numel], errors of the sums of the chunk that this rank encodes; empty if
+            the codec does not encode sums.
     """
 
     sent: Tensor
@@ -177,7 +183,7 @@ class CodedExchange:
             group: the ranks that sum.
             addends: of this rank; each has a codec of its own.
         """
-        codecs = [addend.codec for addend in addends if addend.codec is not None]
+        codecs = _codecs(addends)
         chunks = [
             Chunks.split(addend.values.numel(), group.size, codec)
             for addend, codec in zip(addends, codecs, strict=True)
@@ -185,10 +191,7 @@ class CodedExchange:
         widths = [
             codec.encoded_bytes(chunk.numel) for codec, chunk in zip(codecs, chunks, strict=True)
         ]
-        shape, device = (group.size, sum(widths)), addends[0].values.device
-        outgoing, incoming = (
-            torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)
-        )
+        outgoing, incoming = _buffers(group, sum(widths), addends[0].values.device)
         rows = (outgoing.split(widths, dim=1), incoming.split(widths, dim=1))
         each = zip(codecs, addends, chunks, *rows, strict=True)
         parts = [CodedPart(group.rank, *part) for part in each]
@@ -245,6 +248,122 @@ class CodedExchange:
         if self.is_decoded:
             return None
         return self.group.backlog[0].first if self.second is None else self.second
+
+
+@dataclass(frozen=True)
+class GatheredPart:
+    """One of the sums of an exchange in one phase.
+
+    Attributes:
+        codec: of the sum.
+        addend: of this rank.
+        outgoing: uint8 [size, bytes]: this rank's addend in all rows.
+        incoming: uint8 [size, bytes]: the addends of all ranks.
+    """
+
+    codec: Codec
+    addend: Addend
+    outgoing: Tensor
+    incoming: Tensor
+
+    def encode_addend(self) -> None:
+        """Encode the addend into `outgoing`, one row for each receiver."""
+        values, residual = self.addend.values, self.addend.residual
+        if self.addend.is_excluded:
+            self.outgoing.zero_()  # zero bytes are exact zeros in every codec
+            return
+        sent = None if residual is None else residual.sent
+        self.codec.encode(values, residual=sent, out=self.outgoing[0])
+        self.outgoing[1:] = self.outgoing[0]
+
+    def decode(self) -> None:
+        """Decode the addends of all ranks, and add them in rank order into the addend's values."""
+        first, *others = self.incoming
+        self.codec.decode(first, self.addend.values)
+        for row in others:
+            self.codec.add_decoded(row, self.addend.values)
+
+
+@dataclass
+class GatheredExchange:
+    """An exchange in one phase, of one sum or of several sums together.
+
+    Attributes:
+        group: the ranks that sum.
+        parts: the sums; their rows are adjacent. Empty when all sums are decoded.
+        outgoing: uint8 [size, bytes of all parts].
+        incoming: of the same shape.
+        sent: the collective; None before it has begun.
+        is_decoded: whether the sums are available.
+    """
+
+    group: Group
+    parts: Sequence[GatheredPart]
+    outgoing: Tensor
+    incoming: Tensor
+    sent: Work | None = None
+    is_decoded: bool = False
+
+    @classmethod
+    def prepare(cls, group: Group, addends: Sequence[Addend]) -> GatheredExchange:
+        """Allocate the buffers; see `CodedExchange.prepare`."""
+        codecs = _codecs(addends)
+        widths = [
+            codec.encoded_bytes(addend.values.numel())
+            for addend, codec in zip(addends, codecs, strict=True)
+        ]
+        outgoing, incoming = _buffers(group, sum(widths), addends[0].values.device)
+        rows = (outgoing.split(widths, dim=1), incoming.split(widths, dim=1))
+        each = zip(codecs, addends, *rows, strict=True)
+        return cls(group, [GatheredPart(*part) for part in each], outgoing, incoming)
+
+    def begin(self) -> None:
+        """Encode the addends and begin to send them."""
+        for part in self.parts:
+            part.encode_addend()
+        self.sent = self.group.start_all_to_all(self.incoming, self.outgoing, 0)
+
+    def advance(self) -> bool:
+        """Advance this and earlier exchanges without blocking; return whether the sum is
+        available."""
+        start_second_phases(self.group)
+        if self.is_completed:
+            self.wait()
+        return self.is_decoded
+
+    def wait(self) -> None:
+        """Finish it. Blocks the host on CPU tensors, the current stream on CUDA."""
+        if self.is_decoded:
+            return
+        assert self.sent is not None
+        self.sent.wait()
+        for part in self.parts:
+            part.decode()
+        self.is_decoded = True
+        # Free the buffers: the units keep this object until their outer steps.
+        self.parts, self.outgoing = (), self.outgoing[:0].clone()
+        self.incoming = self.outgoing
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the collective is done. Does not advance it."""
+        return self.sent is not None and self.sent.is_completed
+
+    @property
+    def on_wire(self) -> Work | None:
+        """The collective that `advance` waits for; None if the sum is available."""
+        return None if self.is_decoded else self.sent
+
+
+def _codecs(addends: Sequence[Addend]) -> list[Codec]:
+    return [addend.codec for addend in addends if addend.codec is not None]
+
+
+def _buffers(group: Group, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate what goes out and what comes in: uint8, a row of `width` bytes for each rank."""
+    shape = (group.size, width)
+    outgoing = torch.empty(shape, dtype=torch.uint8, device=device)
+    return outgoing, torch.empty_like(outgoing)
 
 
 def start_second_phases(group: Group, *, also_pending: bool = False) -> None:

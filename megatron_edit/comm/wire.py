@@ -1,14 +1,14 @@
-"""The wire: sums over a group in fp32, or encoded to fewer bytes in two phases.
+"""The wire: sums over a group in fp32, or encoded to fewer bytes.
 
     fp32        one all-reduce, in place
-    the others  encoded chunks to their owners, and their encoded sums back
-                (`compressed_all_reduce.py`)
+    the others  encoded chunks to their owners, and their encoded sums back: two phases
+    top64       encoded addends to all ranks: one phase
 
 Several sums may form one exchange, each with its own encoding: parameters of a unit and moments of
-the inner optimizer.
+the inner optimizer. Encoded sums: `compressed_all_reduce.py`.
 
 All ranks decode the same bytes, so that all end with the same bits. A group of one rank encodes and
-decodes twice, too, so that the effect of the codec on training is visible.
+decodes, too, so that the effect of the codec on training is visible.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from megatron_edit.comm.compressed_all_reduce import (
     Addend,
     Chunks,
     CodedExchange,
+    GatheredExchange,
     Residual,
     on_exchange_stream,
     start_second_phases,
 )
-from megatron_edit.constants import FP32, FP32_BYTES, SYNC_DTYPES
+from megatron_edit.constants import FP32, FP32_BYTES, WIRE_TYPES
 from megatron_edit.method.coarse_codecs import INT2, SIGN, TERNARY
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 from megatron_edit.method.moments import MomentRule
+from megatron_edit.method.sparse_codec import TOP64
 
-NUM_PHASES = 2  # of an exchange of encoded sums
+NUM_PHASES = 2  # of an exchange whose sums are encoded, too
 _CODECS: dict[str, Codec | None] = {
     FP32: None,
-    **{codec.name: codec for codec in (BF16, INT8, INT4, INT2, TERNARY, SIGN)},
+    **{codec.name: codec for codec in (BF16, INT8, INT4, INT2, TERNARY, SIGN, TOP64)},
 }
 
 
@@ -97,10 +99,11 @@ class ExchangeSet:
 def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
     """Begin several sums over the group as one exchange, in place, without blocking.
 
-    Scratch of the encoded ones, until their sums are available: twice the encoded bytes, and during
-    summation 4 numel / size bytes and the scratch of the codec.
+    Scratch of the encoded ones, until their sums are available: twice the encoded bytes (without a
+    second phase, twice those of all ranks), and during summation 4 numel / size bytes and the
+    scratch of the codec.
     Collective: all ranks of the group, the same numels and codecs. On gloo the group must have been
-    created for `NUM_PHASES` phases, if a sum is encoded.
+    created for the phases of its encoded sums (`Wire.num_phases`).
     Mutates: values and residuals of the addends, until it is done.
 
     Args:
@@ -109,7 +112,8 @@ def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
     """
     addends = [addend for addend in addends if addend.values.numel()]  # a shard may be empty
     plain = [addend for addend in addends if addend.codec is None]
-    coded = [addend for addend in addends if addend.codec is not None]
+    coded = [addend for addend in addends if addend.codec and addend.codec.encodes_sums]
+    gathered = [addend for addend in addends if addend.codec and not addend.codec.encodes_sums]
     for addend in plain:
         assert addend.residual is None, "fp32 loses nothing"
         if addend.is_excluded:
@@ -124,19 +128,33 @@ def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
         exchanges += [group.start_all_reduce(addend.values) for addend in plain]
     if coded:
         exchanges.append(_start_coded(group, coded))
+    if gathered:
+        exchanges.append(_start_gathered(group, gathered))
     if len(exchanges) == 1:
         return exchanges[0]
     return ExchangeSet(tuple(exchanges)) if exchanges else Work(group.name)
 
 
 def _start_coded(group: Group, addends: Sequence[Addend]) -> Exchange:
-    has_phases = group.runs_in_order or len(group.phases) == NUM_PHASES
-    assert group.size == 1 or has_phases, f"{group.name}: not made for exchanges in phases"
+    _check_phases(group, NUM_PHASES)
     exchange = CodedExchange.prepare(group, addends)
     with on_exchange_stream(group):
         exchange.begin()
         group.backlog.append(exchange)
     return exchange
+
+
+def _start_gathered(group: Group, addends: Sequence[Addend]) -> Exchange:
+    _check_phases(group, 1)
+    exchange = GatheredExchange.prepare(group, addends)
+    with on_exchange_stream(group):
+        exchange.begin()
+    return exchange
+
+
+def _check_phases(group: Group, needed: int) -> None:
+    has_phases = group.runs_in_order or len(group.phases) >= needed
+    assert group.size == 1 or has_phases, f"{group.name}: not made for exchanges in phases"
 
 
 def progress_exchanges(group: Group) -> None:
@@ -156,6 +174,8 @@ def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
     """
     if codec is None:
         return all_reduce_payload(FP32_BYTES * numel, size)
+    if not codec.encodes_sums:
+        return (size - 1) * codec.encoded_bytes(numel)
     chunks = Chunks.split(numel, size, codec)
     return 2 * (size - 1) * codec.encoded_bytes(chunks.numel)
 
@@ -176,7 +196,7 @@ class Wire:
     """Type of sums on the wire.
 
     Attributes:
-        name: in settings, one of `constants.SYNC_DTYPES`.
+        name: in settings, one of `constants.WIRE_TYPES`.
         codec: the encoding; None for fp32.
     """
 
@@ -191,38 +211,48 @@ class Wire:
             ValueError: there is no such wire.
         """
         if name not in _CODECS:
-            raise ValueError(f"wire {name!r}: must be one of {', '.join(SYNC_DTYPES)}")
+            raise ValueError(f"wire {name!r}: must be one of {', '.join(WIRE_TYPES)}")
         return cls(name, _CODECS[name])
 
     @property
     def num_phases(self) -> int:
-        """Phases of an exchange; 0 for fp32, which is a single collective."""
-        return 0 if self.codec is None else NUM_PHASES
+        """Phases of an exchange; 0 for fp32, which is a single all-reduce."""
+        if self.codec is None:
+            return 0
+        return NUM_PHASES if self.codec.encodes_sums else 1
 
     @property
     def has_residual(self) -> bool:
         """Whether it is so coarse that it needs a `Residual`."""
         return self.codec is not None and self.codec.has_residual
 
+    @property
+    def sum_codec(self) -> Codec | None:
+        """The encoding of sums, each rank's of the chunk that it owns; None if there is none."""
+        return self.codec if self.codec is not None and self.codec.encodes_sums else None
+
     def owner_numel(self, numel: int, size: int) -> int:
-        """Elements of the chunk whose sum a rank encodes; the last chunks may have fewer.
+        """Elements of the chunk whose sum a rank encodes; the last chunks may have fewer. 0 if
+        sums are not encoded.
 
         Args:
             numel: elements of the addend.
             size: ranks of the group.
         """
-        return 0 if self.codec is None else Chunks.split(numel, size, self.codec).numel
+        return 0 if self.sum_codec is None else Chunks.split(numel, size, self.sum_codec).numel
 
     def owned(self, numel: int, size: int, rank: int) -> slice:
         """Slice of the elements whose sum a rank encodes."""
-        return slice(0, 0) if self.codec is None else Chunks.split(numel, size, self.codec).of(rank)
+        if self.sum_codec is None:
+            return slice(0, 0)
+        return Chunks.split(numel, size, self.sum_codec).of(rank)
 
     def payload_bytes(self, numel: int, size: int) -> int:
         """Bytes that one rank sends for one sum; exactly what `Group` counts."""
         return payload_bytes_of(self.codec, numel, size)
 
     def new_residual(self, numel: int, size: int, device: torch.device) -> Residual:
-        """Create a zero residual: 4 (1 + 1 / size) bytes per element."""
+        """Create a zero residual: 4 (1 + 1 / size) bytes per element; 4 if sums are not encoded."""
         owned = self.owner_numel(numel, size)
         return Residual(torch.zeros(numel, device=device), torch.zeros(owned, device=device))
 

@@ -66,6 +66,7 @@ class _Levels:
     values_per_byte: int
     num_scales: int = 1
     has_residual: bool = True
+    encodes_sums: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
         return aligned(self._used_bytes(numel))
@@ -297,5 +298,6 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 INT2: Codec = _Levels(constants.INT2, 1024, base=4, values_per_byte=4, num_scales=2)
+INT2_OF_64: Codec = _Levels("int2 of 64", 64, base=4, values_per_byte=4, num_scales=2)
 TERNARY: Codec = _Levels(constants.TERNARY, 256, base=3, values_per_byte=5)
 SIGN: Codec = _Levels(constants.SIGN, 512, base=2, values_per_byte=8)

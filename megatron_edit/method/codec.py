@@ -6,7 +6,7 @@
     LOG8    1 byte per value, sign and base-2 logarithm, an exponent for every 256
     ULOG8   the same for non-negative values, over twice the range
 
-Those of fewer bits are in `coarse_codecs.py`.
+Those of fewer bits are in `coarse_codecs.py` and `sparse_codec.py`.
 
 A block has the scale largest / 127 (largest / 7), truncated to so few bits that code x scale is
 exact in fp32, but not so few that a code could exceed 127 (7). Hence no value saturates; the same
@@ -61,6 +61,11 @@ class Codec(Protocol):
         """Whether it is so coarse that it needs error feedback."""
 
     @property
+    def encodes_sums(self) -> bool:
+        """Whether sums of decoded values are encoded, too. Otherwise every rank gets all addends.
+        """
+
+    @property
     def block_numel(self) -> int:
         """Values that share a scale; a split inside a block needs one more scale."""
 
@@ -72,7 +77,8 @@ class Codec(Protocol):
     ) -> Tensor:
         """Encode values, with error feedback where a residual is given.
 
-        Mutates: `out`; and `residual`, which becomes residual + values - decoded values.
+        Mutates: `out`; and `residual`, which becomes residual + values - decoded values. (TOP64
+        first multiplies it by its `residual_decay`.)
 
         Args:
             values: fp32 [n], contiguous.
@@ -106,6 +112,7 @@ class _BFloat16:
 
     name: str = constants.BF16
     has_residual: bool = False
+    encodes_sums: bool = True
     block_numel: int = 1
 
     def encoded_bytes(self, numel: int) -> int:
@@ -160,6 +167,7 @@ class _Blocks:
     spare_bits: int
     values_per_byte: int
     has_residual: bool = True
+    encodes_sums: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
         return aligned(self._scale_bytes(numel) + self._code_bytes(numel))
@@ -283,6 +291,7 @@ class _LogBlocks:
     is_signed: bool
     block_numel: int = 256
     has_residual: bool = False
+    encodes_sums: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
         return aligned(self._exponent_bytes(numel) + numel)

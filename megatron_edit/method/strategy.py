@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_edit.constants import MUON
+from megatron_edit.constants import MUON, TOP64
 
 if TYPE_CHECKING:
     from megatron_edit.method.outer import OuterRule
@@ -72,11 +72,12 @@ class Strategy:
             snapshot.
         lands_at_next_meeting: the result of a round lands at the end of the next.
         own_settings: settings that apply to this strategy alone, or to a few.
+        fixed_settings: settings that always have the strategy's preset, or their default.
     """
 
     name: str
-    presets: Mapping[str, float] = field(default_factory=dict)
-    optimizer_presets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    presets: Mapping[str, float | str] = field(default_factory=dict)
+    optimizer_presets: Mapping[str, Mapping[str, float | str]] = field(default_factory=dict)
     endless_warmup: bool = False
     is_timed: bool = False
     is_elastic: bool = False
@@ -85,8 +86,9 @@ class Strategy:
     keeps_progress: bool = True
     lands_at_next_meeting: bool = False
     own_settings: tuple[str, ...] = ()
+    fixed_settings: tuple[str, ...] = ()
 
-    def presets_with(self, inner_optimizer: str) -> Mapping[str, float]:
+    def presets_with(self, inner_optimizer: str) -> Mapping[str, float | str]:
         """The presets with one of Megatron's inner optimizers.
 
         Args:
@@ -100,6 +102,7 @@ _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 # Muon's updates all have the same size: their averages are not too small, as Adam's are, and need
 # less outer momentum (2505.23725; docs/strategies.md has our own numbers).
 _WITH_MUON = {MUON: {"outer_lr": 0.9, "outer_momentum": 0.6}}
+MOMENT_SETTINGS = ("average_moments", "average_moments_every")
 TIMED_SETTINGS = ("sync_seconds", "min_round_steps", "step_weight")
 
 STRATEGIES = {
@@ -131,6 +134,13 @@ STRATEGIES = {
             "streaming-diloco",
             {**_DILOCO, "fragments": 4, "delay_steps": 8, "mix": 0.5},
             keeps_progress=False,
+        ),
+        Strategy(
+            "sparse-loco",
+            {**_AVERAGING, "sync_dtype": TOP64},
+            # With a mix a replica would keep, in its parameters, updates that are also in its
+            # residual. Moments would take many times the bytes of the updates.
+            fixed_settings=("sync_dtype", "outer_momentum", "mix", *MOMENT_SETTINGS),
         ),
     )
 }

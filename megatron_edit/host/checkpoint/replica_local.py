@@ -84,10 +84,11 @@ def replica_local_kinds(
         kinds[SNAPSHOT] = snapshots
     if shards.wire.has_residual:
         kinds[SENT] = {name: unit["sent"] for name, unit in outer.items()}
-        kinds[SUMMED] = {
-            name: _scatter_residual(unit["sent"].numel(), unit["summed"], shards)
-            for name, unit in outer.items()
-        }
+        if shards.wire.sum_codec is not None:
+            kinds[SUMMED] = {
+                name: _scatter_residual(unit["sent"].numel(), unit["summed"], shards)
+                for name, unit in outer.items()
+            }
     return kinds
 
 
@@ -172,12 +173,13 @@ def load_outer(
         if snapshots := _snapshots_of(syncs):
             own[SNAPSHOT] = snapshots
         if wire.has_residual:
-            for kind in (SENT, SUMMED):
+            for kind in (SENT,) if wire.sum_codec is None else (SENT, SUMMED):
                 own[kind] = {s.name: torch.zeros(s.numel) for s in shards.plan.shards}
         load_outer_state(replica_local_folder(checkpoint, shards.replica), shards.pieces, own)
         for name, sent in own.get(SENT, {}).items():
             outer[name]["sent"] = sent
-            outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]
+            if SUMMED in own:
+                outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]
     return outer, syncs
 
 

@@ -102,6 +102,7 @@ class Entry:
             unused = unused | _SYNC_FLAGS  # fragments would sync within its endless round
         if self.name != DEFAULT_STRATEGY:  # nothing is chosen for other strategies, nor for `ideal`
             unused = unused | _AUTO_FLAGS
+        unused = unused.union(map(flag, rule.fixed_settings))
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:

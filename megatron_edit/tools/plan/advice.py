@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
-from megatron_edit.constants import INT4, MIN_TIMEOUT_SECONDS, SYNC_DTYPES, TIMEOUT_ROUNDS
+from megatron_edit.constants import INT4, MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS, WIRE_TYPES
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
@@ -105,8 +105,8 @@ def _hiding_advice(job: Job, config: EditConfig, setting: TimingSetting) -> Advi
         return Advice("hiding", "", "no delay and no coarser wire type is needed")
     if STRATEGIES[config.strategy].lands_at_next_meeting:
         return Advice("hiding", None, "a round is too short for its exchange: take a longer one")
-    finest, coarsest = (SYNC_DTYPES.index(name) for name in (config.sync_dtype, COARSEST_WIRE))
-    wires = SYNC_DTYPES[finest : max(finest, coarsest) + 1]
+    finest, coarsest = (WIRE_TYPES.index(name) for name in (config.sync_dtype, COARSEST_WIRE))
+    wires = WIRE_TYPES[finest : max(finest, coarsest) + 1]
     settings = (_with_hidden_exchange(job, config, setting, wire) for wire in wires)
     found = [each for each in settings if each is not None]
     if not found:

@@ -280,4 +280,4 @@ def _ring_steps(job: Job, wire: str) -> int:
     """Return the number of messages that a unit's exchange waits for, one after another."""
     if job.mesh.num_replicas == 1:
         return 0
-    return 2 if Wire.of(wire).codec is not None else 2 * (job.mesh.num_replicas - 1)
+    return Wire.of(wire).num_phases or 2 * (job.mesh.num_replicas - 1)
