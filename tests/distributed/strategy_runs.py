@@ -131,7 +131,8 @@ def run_both(
     for row in moves[:warmup]:
         row[:] = [row[0]] * num_replicas
     settings = {"num_replicas": num_replicas, "warmup_steps": warmup, **config}
-    simulation = Simulation.start(num_replicas, start, oracle_settings(config))
+    oracle = replace(oracle_settings(config), ranks=ranks)
+    simulation = Simulation.start(num_replicas, start, oracle)
     if config.get("interval") == "qsr":
         tau, a = config["sync_interval"], config["qsr_a"]
         schedule = QsrSchedule(tau, a, lambda s: lrs[s - 1], warmup, config.get("delay_steps", 0))

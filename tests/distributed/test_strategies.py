@@ -25,6 +25,7 @@ CASES: dict[str, Settings] = {
     "co2-gap-clip": {"strategy": "co2", "co2_gap": 2.0, "co2_clip": 0.05, "outer_lr": 0.7},
     "streaming-diloco": {"strategy": "streaming-diloco", "sync_interval": 9, "warmup_steps": 1},
     "edit": {"strategy": "edit", "warmup_steps": 1, "clip": 0.5},
+    "sparse-loco": {"strategy": "sparse-loco", "warmup_steps": 1, "outer_lr": 0.7},
     # staggered
     "local-sgd-F2": {"strategy": "local-sgd", "fragments": 2},
     "co2-F2": {"strategy": "co2", "fragments": 2, "warmup_steps": 1},
@@ -34,6 +35,7 @@ CASES: dict[str, Settings] = {
     "edit-d2": {"strategy": "edit", "delay_steps": 2},
     "edit-d3": {"strategy": "edit", "delay_steps": 3, "warmup_steps": 1},
     "diloco-d2": {"strategy": "diloco", "delay_steps": 2},
+    "sparse-loco-F2-d1": {"strategy": "sparse-loco", "fragments": 2, "delay_steps": 1},
     # mixed
     "edit-mix": {"strategy": "edit", "mix": 0.25},
     "streaming-F2-d1": {

@@ -15,6 +15,7 @@ BAD_STRATEGIES: dict[str, Settings] = {
     "slowmo": {"strategy": "slowmo"},
     "local-sgd": {"strategy": "local-sgd", "fragments": 2, "delay_steps": 2},
     "co2": {"strategy": "co2"},
+    "sparse-loco": {"strategy": "sparse-loco"},
 }
 
 

@@ -95,6 +95,14 @@ def test_nonfinite_replica_is_left_out(wire: str) -> None:
     assert all(np.isfinite(r.value[-1]["theta"][n]).all() for r in results for n in SIZES)
 
 
+def test_sparse_loco_reports_the_bytes_that_it_sends() -> None:
+    """Each of two ranks of three replicas sends its encoded shards to two others."""
+    start, moves = make_moves(14, 3, seed=5)
+    config: Settings = {"strategy": "sparse-loco", "sync_interval": 4}
+    results, _, _ = run_both(config, (3, 2), moves, start, [0.5] * 14)
+    assert_bytes(results, "top64", (3, 2), is_late=False)
+
+
 def assert_bytes(
     results: list[RankResult], wire: str, world: tuple[int, int], *, is_late: bool
 ) -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from megatron_edit.comm.wire import Wire
-from megatron_edit.constants import SYNC_DTYPES
+from megatron_edit.constants import WIRE_TYPES
 from tests.distributed.wire_scenarios import addend, is_excluded
 from tests.harness import RankResult, run_ranks
 from tests.reference.wire import AllReduce, Residuals, chunk_slices
 
 SCENARIOS = "tests.distributed.wire_scenarios:"
 SIZES = [0, 1, 7, 130, 1000, 100_003]
-CODED = list(SYNC_DTYPES[1:])
+CODED = list(WIRE_TYPES[1:])
 NUM_ROUNDS = 3
 # Largest error of a sum of three addends, as a multiple of the largest value of an addend.
 BOUNDS = {
-    "bf16": 0.02, "int8": 0.03, "int4": 0.5, "int2": 2.0, "ternary": 2.0, "sign": 2.5,
+    "bf16": 0.02, "int8": 0.03, "int4": 0.5, "int2": 2.0, "ternary": 2.0, "sign": 2.5, "top64": 3.0,
 }  # fmt: skip
 WIDTHS = {
     "fp32": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 66 / 128, "int2": 260 / 1024,
@@ -51,10 +51,10 @@ def assert_same_bits(results: list[RankResult], key: tuple[str, int]) -> list[An
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_equal_the_reference(size: int, has_residual: bool) -> None:
     """Catches: sums in order of arrival, a chunk off by one, a residual of a left-out replica."""
-    args = (list(SYNC_DTYPES), SIZES, NUM_ROUNDS, has_residual)
+    args = (list(WIRE_TYPES), SIZES, NUM_ROUNDS, has_residual)
     results = run_ranks(SCENARIOS + "sum_rounds", size, args, check=True)
     for numel in SIZES:
-        for name in SYNC_DTYPES:
+        for name in WIRE_TYPES:
             sums = assert_same_bits(results, (name, numel))
             for result in results:
                 ((sent, announced),) = result.value[name, numel]["sent"]
@@ -85,7 +85,7 @@ def assert_residuals(
 
 def test_reference_is_close_to_the_exact_sum() -> None:
     """Within the rounding of each addend, so that wire and reference do not share an error."""
-    assert {"fp32", *BOUNDS} == set(SYNC_DTYPES)
+    assert {"fp32", *BOUNDS} == set(WIRE_TYPES)
     for name, bound in BOUNDS.items():
         exact = sum(addend(1000, replica, 0).astype(np.float64) for replica in range(3))
         ours = expected(name, 1000, 3, None)[0]
@@ -110,7 +110,7 @@ def test_fp32_sums_do_not_depend_on_buckets(size: int) -> None:
             assert (np.abs(ours - theirs) <= 2.0**-22 * largest).all()
 
 
-@pytest.mark.parametrize("name", SYNC_DTYPES)
+@pytest.mark.parametrize("name", WIRE_TYPES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_many_exchanges_in_flight_at_once(name: str, size: int) -> None:
     """Catches: phases that start in different orders on different ranks (a hang, or mixed sums)."""
@@ -132,6 +132,8 @@ def test_many_exchanges_in_flight_at_once(name: str, size: int) -> None:
         ("int8", "dead"),
         ("int8", "dead, advancing"),
         ("int8", "dead between"),
+        ("top64", "silent"),
+        ("top64", "dead, advancing"),
     ],
 )
 def test_lost_peer_raises_within_the_timeout(name: str, when: str) -> None:
@@ -171,11 +173,15 @@ def test_payload_bytes_of_each_wire() -> None:
     numel = 1_000_000
     for size in (1, 2, 3, 8):
         share = 2 * (size - 1) / size * numel
+        encoded = 116 / 4096 * numel  # goes to all others
+        assert Wire.of("top64").payload_bytes(numel, size) == pytest.approx(
+            (size - 1) * encoded, rel=0.005
+        )
         for name, width in WIDTHS.items():
             assert Wire.of(name).payload_bytes(numel, size) == pytest.approx(
                 share * width, rel=0.005
             )
-    for name in SYNC_DTYPES:  # small tensors cost at most fp32 and a scale per chunk
+    for name in WIRE_TYPES:  # small tensors cost at most fp32 and a scale per chunk
         assert Wire.of(name).payload_bytes(3, 2) <= Wire.of("fp32").payload_bytes(3, 2) + 8
 
 
@@ -185,7 +191,10 @@ def test_unknown_wire_name_is_refused() -> None:
         ValueError, match="wire 'int3': must be one of fp32, bf16, int8, int4, int2"
     ):
         Wire.of("int3")
-    assert [Wire.of(name).has_residual for name in SYNC_DTYPES] == [False, False, *5 * [True]]
+    assert [Wire.of(name).has_residual for name in WIRE_TYPES] == [False, False, *6 * [True]]
+    assert [Wire.of(name).num_phases for name in WIRE_TYPES] == [0, *6 * [2], 1]
     residual = Wire.of("int8").new_residual(1000, 3, torch.device("cpu"))
     assert (residual.sent.numel(), residual.summed.numel()) == (1000, 512)
+    residual = Wire.of("top64").new_residual(1000, 3, torch.device("cpu"))
+    assert (residual.sent.numel(), residual.summed.numel()) == (1000, 0)
     assert Wire.of("fp32").owner_numel(1000, 3) == 0

@@ -356,10 +356,16 @@ def test_resume_in_other_layout_matches_norms(tmp_path: Path, reshape: str, step
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_residuals_resume_in_other_layout(tmp_path: Path, tensor: int) -> None:
+@pytest.mark.parametrize(
+    "wire",
+    [{"edit_sync_dtype": "int8"}, pytest.param({"edit_strategy": "sparse-loco"},
+                                               marks=pytest.mark.system)],
+    ids=["int8", "sparse-loco"],
+)  # fmt: skip
+def test_residuals_resume_in_other_layout(tmp_path: Path, tensor: int, wire: Flags) -> None:
     """Copies of a parameter that had no residual of their own take that of the first copy."""
     saves = tmp_path / "saves"
-    flags: Flags = {"train_iters": 12, "edit_sync_dtype": "int8", "lr": 1e-4}
+    flags: Flags = {"train_iters": 12, "lr": 1e-4, **wire}
     reshapes: Flags = {"dist_ckpt_optim_fully_reshardable": True}
     new: Flags = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2 // tensor}
     whole = run_edit(

@@ -22,6 +22,10 @@ VARIANTS: dict[str, Flags] = {
     "co2": {"edit_strategy": "co2"},
     "co2-fragments": {"edit_strategy": "co2", "edit_fragments": 2},
     "streaming-diloco": {"edit_strategy": "streaming-diloco", "edit_delay_steps": 2},
+    "sparse-loco": {"edit_strategy": "sparse-loco"},
+    "sparse-loco-late": {
+        "edit_strategy": "sparse-loco", "edit_fragments": 2, "edit_delay_steps": 2,
+    },
     "edit-fragments": {"edit_fragments": 3},
     "edit-delay": {"edit_delay_steps": 3},
     "edit-mix": {"edit_mix": 0.25},
@@ -38,7 +42,7 @@ VARIANTS: dict[str, Flags] = {
     "qsr": {"edit_strategy": "diloco", "edit_interval": "qsr", "edit_qsr_a": 0.002},
 }  # fmt: skip
 CORE = {"streaming-diloco": "m2"}
-SYSTEM = {"co2": "m2", "edit-int8": "m2", "edit-all": "pp2"}
+SYSTEM = {"co2": "m2", "sparse-loco": "m2", "edit-int8": "m2", "edit-all": "pp2"}
 NUM_LAYERS = 4
 
 

@@ -30,6 +30,7 @@ FULL = pytest.mark.full
             marks=FULL,
         ),
         pytest.param("tp2", {"edit_strategy": "co2"}, 0, id="co2", marks=FULL),
+        pytest.param("m2", {"edit_strategy": "sparse-loco"}, 0, id="sparse-loco", marks=FULL),
         pytest.param("m2", {"edit_strategy": "co2", "first": 1}, 0, id="co2-first", marks=FULL),
     ],
 )  # fmt: skip

@@ -190,6 +190,8 @@ PENDING: dict[str, tuple[int, dict[str, Any]]] = {
     "int2": (7, {"edit_sync_dtype": "int2"}),
     "ternary-delay": (6, {"edit_sync_dtype": "ternary", "edit_delay_steps": 2}),
     "sign": (7, {"edit_sync_dtype": "sign"}),
+    "sparse-loco": (7, {"edit_strategy": "sparse-loco"}),
+    "sparse-loco-delay": (6, {"edit_strategy": "sparse-loco", "edit_delay_steps": 2}),
     "co2-int8-fragments": (
         9, {"edit_strategy": "co2", "edit_sync_dtype": "int8", "edit_fragments": 2},
     ),
@@ -197,7 +199,7 @@ PENDING: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 PENDING_CORE = {
     ("delay-mix-fragments", "m2"), ("co2-int8-fragments", "m2"), ("int4-delay", "pp2"),
-    ("delay-of-a-stage", "pp2"),
+    ("delay-of-a-stage", "pp2"), ("sparse-loco", "m2"),
 }  # fmt: skip
 
 
@@ -219,4 +221,5 @@ def test_resume_with_pending_sync(tmp_path: Path, name: str, layout: str) -> Non
     )
     is_late = "edit_delay_steps" in flags or flags.get("edit_strategy") == "co2"
     assert all(bool(replica.pending) == is_late for replica in manifest.replicas)
-    assert manifest.wire == flags.get("edit_sync_dtype", "fp32")
+    own_wire = "top64" if flags.get("edit_strategy") == "sparse-loco" else "fp32"
+    assert manifest.wire == flags.get("edit_sync_dtype", own_wire)

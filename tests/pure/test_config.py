@@ -114,6 +114,15 @@ BAD = [
     "--edit-strategy ddp --edit-fragments 2",
     "--edit-strategy ddp --edit-delay-steps 2",
     "--edit-strategy ddp --edit-mix 0.5",
+    "--edit-sync-dtype top64",
+    "--edit-strategy ddp --edit-sync-dtype top64",
+    "--edit-strategy sparse-loco --edit-sync-dtype int8",
+    "--edit-strategy sparse-loco --edit-sync-dtype fp32",
+    "--edit-strategy sparse-loco --edit-outer-momentum 0.9",
+    "--edit-strategy sparse-loco --edit-mix 0.5",
+    "--edit-strategy sparse-loco --edit-average-moments both",
+    "--edit-strategy sparse-loco --edit-average-moments-every 2",
+    "--edit-strategy sparse-loco --edit-clip 5",
     "--edit-sync-dtype int3",
     "--edit-warmup-dtype int4",
     "--edit-warmup-dtype int8 --edit-warmup-steps 0",
@@ -328,6 +337,22 @@ def test_any_flag_value_is_parsed_or_refused(name: str, text: str) -> None:
         config_from_argv(["--use-edit", f"{flag(name)}={text}"])
     except UsageError as error:
         assert error.exit_code == 2
+
+
+def test_strategy_with_own_wire_type_names_it_in_errors() -> None:
+    """Without the flag, and with its own type, it is accepted. Catches a value that is ignored."""
+    for words in ([], ["--edit-sync-dtype", "top64"]):
+        config = config_from_argv(["--use-edit", "--edit-strategy", "sparse-loco", *words])
+        assert (config.sync_dtype, config.outer_lr, config.outer_momentum) == ("top64", 1.0, 0.0)
+        assert dataclasses.replace(config, sync_interval=7).sync_dtype == "top64"
+    for strategy, wire, line in (
+        ("sparse-loco", "int8",
+         "--edit-sync-dtype int8: is always top64 with --edit-strategy sparse-loco"),
+        ("edit", "top64", "--edit-sync-dtype top64: is part of --edit-strategy sparse-loco"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            EditConfig(use_edit=True, strategy=strategy, sync_dtype=wire)
+        assert str(caught.value).startswith(line)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

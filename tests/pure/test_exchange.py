@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.compressed_all_reduce import Addend, Residual
 from megatron_edit.comm.wire import Exchange, Wire, start_exchange
-from megatron_edit.constants import SYNC_DTYPES
+from megatron_edit.constants import WIRE_TYPES
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.codec import INT8, LOG8, ULOG8, Codec
+from megatron_edit.method.sparse_codec import TOP64
 from tests.harness.memory_network import CPU, Network, in_order_groups, two_phase_groups
 from tests.reference.wire import AllReduce, Residuals, chunk_slices
 
@@ -46,7 +47,7 @@ def finish(exchanges: list[Exchange], order: random.Random) -> None:
 
 @pytest.mark.parametrize("has_rest", [True, False], ids=["feedback", "plain"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", SYNC_DTYPES)
+@pytest.mark.parametrize("name", WIRE_TYPES)
 def test_sums_equal_the_reference(name: str, size: int, has_rest: bool) -> None:
     """Bit for bit, with a left-out replica whose values are non-finite.
 
@@ -104,7 +105,7 @@ def assert_residuals(
         assert not rest.summed[owned:].any()
 
 
-@pytest.mark.parametrize("name", SYNC_DTYPES)
+@pytest.mark.parametrize("name", WIRE_TYPES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_exchanges_in_flight_advance_in_any_order(name: str, size: int) -> None:
     """Each replica advances its exchanges in a different order. Catches second phases that start
@@ -127,7 +128,7 @@ def test_exchanges_in_flight_advance_in_any_order(name: str, size: int) -> None:
                 np.testing.assert_array_equal(mine[number].numpy(), expected)
 
 
-@pytest.mark.parametrize("name", SYNC_DTYPES)
+@pytest.mark.parametrize("name", WIRE_TYPES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_batched_exchange_equals_separate_exchanges(name: str, size: int) -> None:
     """Collectives run in order, and each replica advances its exchanges at any time.
@@ -170,7 +171,9 @@ def test_one_exchange_carries_several_codecs(size: int) -> None:
 
     Catches a sum that is decoded with the wrong codec.
     """
-    forms: dict[str, Codec | None] = {"fp32": None, "int8": INT8, "log8": LOG8, "ulog8": ULOG8}
+    forms: dict[str, Codec | None] = {
+        "fp32": None, "int8": INT8, "log8": LOG8, "ulog8": ULOG8, "top64": TOP64,
+    }  # fmt: skip
     addends = {name: [abs(addend(300, replica, 0)) for replica in range(size)] for name in forms}
     order, groups = random.Random(size), in_order_groups(size, Network())
     values = [
@@ -193,7 +196,7 @@ def test_one_exchange_carries_several_codecs(size: int) -> None:
 
 def test_failed_collective_raises_replica_lost_error() -> None:
     """Catches a bare RuntimeError, with which a rank exits with the wrong code."""
-    for name in ("fp32", "int8"):
+    for name in ("fp32", "int8", "top64"):
         network = Network()
         group = two_phase_groups(2, network)[0]
         exchange = Wire.of(name).start(group, torch.ones(300))

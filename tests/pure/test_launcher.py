@@ -14,7 +14,7 @@ import torch
 from megatron_edit.__main__ import main
 from megatron_edit.command_line import has_help_flag
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import SYNC_DTYPES
+from megatron_edit.constants import WIRE_TYPES
 from megatron_edit.errors import (
     DriftError,
     EditError,
@@ -49,7 +49,7 @@ def test_help_prints_flags_and_choices(
     assert output.startswith("usage: torchrun [...] -m megatron_edit SCRIPT")
     assert "python SCRIPT --help" in output and "--edit-sync-interval" in output
     assert f"one of {', '.join(STRATEGIES)} (default: edit)" in output
-    assert f"one of {', '.join(SYNC_DTYPES)} (default: fp32)" in output
+    assert f"one of {', '.join(WIRE_TYPES)} (default: fp32; sparse-loco top64)" in output
 
 
 def test_help_shows_one_default_per_flag(capsys: pytest.CaptureFixture[str]) -> None:

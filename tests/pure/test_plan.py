@@ -118,6 +118,24 @@ def test_planned_bytes_equal_engine_payload(wire: str, replicas: int) -> None:
     assert traffic.per_replica == pytest.approx(ring, rel=0.01)
 
 
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_planned_bytes_of_sparse_loco(replicas: int) -> None:
+    """Each shard, encoded, goes to all others. Flags for other strategies are dropped, and no other
+    wire type is suggested, however slow the link is."""
+    words = ("--use-edit", "--edit-sync-dtype", "int8", "--edit-outer-momentum", "0.7")
+    job = job_of("llama_350m", replicas, *words)
+    config = job.config("sparse-loco")
+    assert (config.sync_dtype, config.outer_momentum) == ("top64", 0.0)
+    sent = sync_traffic(job, config, 128).per_replica
+    expected = (replicas - 1) * 116 / 4096 * job.architecture.numel
+    records = 8 * (replicas - 1) * record_bytes(128, len(job.unit_names), 0)
+    assert sent - records == pytest.approx(expected, rel=0.001)
+    total = sum(sum(row) for row in job.rank_numels)
+    assert persistent_bytes(job, config) == 12 * total  # anchor, momentum, residual
+    advice = " ".join(each.text for each in make_plan(job, at(1e6), ["sparse-loco"]).advice)
+    assert "--edit-sync-dtype" not in advice
+
+
 @pytest.mark.parametrize("more", [(), ("--edit-offload",)])
 def test_plan_accepts_ranks_without_a_shard(more: tuple[str, ...]) -> None:
     """Would catch: a crash where the last ranks hold only the padding of a bucket."""

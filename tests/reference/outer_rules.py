@@ -2,7 +2,7 @@
 
 Functions of arrays and numbers, written from the publications: local SGD (arXiv 1805.09767),
 post-local SGD (1808.07217), SlowMo (1910.00643), DiLoCo (2311.08105), CO2 (2401.16265), Streaming
-DiLoCo (2501.18512).
+DiLoCo (2501.18512), SparseLoCo (2508.15706).
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,8 @@ from tests.reference.oracle import Array, OracleSettings, nesterov
 NO_PENALTY = OracleSettings(anomaly_elimination=False, weighting=False, max_norm=None)
 PENALIZED = ("edit", "a-edit")
 AVERAGING = ("local-sgd", "post-local-sgd")
-NESTEROV = ("diloco", "streaming-diloco", *PENALIZED)
+SPARSE = "sparse-loco"
+NESTEROV = ("diloco", "streaming-diloco", SPARSE, *PENALIZED)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class StrategySettings:
         co2_gap: Lambda, a constant.
         co2_clip: phi_m, the bound of every element of CO2's momentum; None is off.
         rho: weight of the step counts in the weights of `a-edit`.
+        ranks: of a replica, each of which encodes a shard of every unit; SparseLoCo only.
         dtype: float64, or float32 to include the rounding of the engine's state.
     """
 
@@ -50,6 +52,7 @@ class StrategySettings:
     co2_gap: float = 1.0
     co2_clip: float | None = None
     rho: float = 0.0
+    ranks: int = 1
     dtype: type[np.floating[Any]] = np.float64
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class StrategySettings:
             raise ValueError(f"strategy {self.strategy!r} is not one of {sorted(known)}")
         if self.strategy == "co2" and (self.delay or self.mix):
             raise ValueError("co2 is delayed by one round itself: it has no delay and no mix")
+        if self.strategy == SPARSE and (self.mix or self.outer_momentum):
+            raise ValueError("sparse-loco has no mix and no outer momentum")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -70,6 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "streaming-diloco": {
         "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 4, "delay": 8, "mix": 0.5,
     },
+    SPARSE: {"outer_lr": 1.0, "outer_momentum": 0.0},
     "edit": {"outer_lr": 0.8, "outer_momentum": 0.85, "penalty": OracleSettings()},
     "a-edit": {"outer_lr": 0.8, "outer_momentum": 0.85, "penalty": OracleSettings()},
 }  # fmt: skip

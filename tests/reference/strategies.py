@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from tests.reference.judging import Pending, UnitRecord, judge
 from tests.reference.oracle import Array, DetectorOracle
-from tests.reference.outer_rules import StrategySettings, landed, outer_step
+from tests.reference.outer_rules import SPARSE, StrategySettings, landed, outer_step
 from tests.reference.schedules import Schedule, StaggeredSchedule
+from tests.reference.wire import AllReduce, Residuals
 
 Units = Mapping[str, NDArray[np.floating]]
 
@@ -33,6 +34,7 @@ class Simulation:
         momentum: outer momentum, by unit.
         steps_made: attempted steps of every replica.
         records: all decisions so far.
+        residuals: of SparseLoCo, residuals[replica][unit]: updates that have not been sent.
     """
 
     settings: StrategySettings
@@ -45,6 +47,7 @@ class Simulation:
     last_sync: dict[int, list[int]] = field(default_factory=dict)
     pending: dict[int, Pending] = field(default_factory=dict)
     records: list[UnitRecord] = field(default_factory=list)
+    residuals: list[dict[str, Array]] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -69,6 +72,10 @@ class Simulation:
                 {n: DetectorOracle(settings.penalty) for n in units} for _ in range(num_replicas)
             ],
             steps_made=[0] * num_replicas,
+            residuals=[
+                {n: np.zeros(p.shape, np.float32) for n, p in units.items()}
+                for _ in range(num_replicas)
+            ],
         )
 
     def units_of(self, group: int) -> list[str]:
@@ -160,6 +167,8 @@ class Simulation:
             averages[name], records[name] = judge(
                 self.settings, name, max(self.steps_made), deltas, steps, detectors
             )
+            if self.settings.strategy == SPARSE and not records[name].rolled_back:
+                averages[name] = self._sparse_average(records[name], deltas)
         self.records.extend(records.values())
         return Pending(
             started=list(self.steps_made),
@@ -169,6 +178,22 @@ class Simulation:
             lr=lr,
             waiting=set(range(len(self.theta))),
         )
+
+    def _sparse_average(self, record: UnitRecord, deltas: Sequence[Array]) -> Array:
+        average = np.zeros(deltas[0].shape, np.float32)
+        size = -(-average.size // self.settings.ranks)
+        left_out = {r for r, is_out in enumerate(record.left_out) if is_out}
+        for first in range(0, average.size, size):
+            shard = slice(first, first + size)
+            addends = [
+                np.float32(weight) * delta[shard].astype(np.float32)
+                for weight, delta in zip(record.weights, deltas, strict=True)
+            ]
+            rests = [rest[record.unit][shard] for rest in self.residuals]
+            average[shard] = AllReduce(addends, left_out).sum(
+                "top64", Residuals(rests, np.zeros(0, np.float32))
+            )
+        return average.astype(self.settings.dtype)
 
     def _land_all(self, group: int, *, mix: float) -> None:
         if group in self.pending:
