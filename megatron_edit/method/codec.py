@@ -62,8 +62,7 @@ class Codec(Protocol):
 
     @property
     def encodes_sums(self) -> bool:
-        """Whether sums of decoded values are encoded, too. Otherwise every rank gets all addends.
-        """
+        """Whether sums of decoded values are encoded, too; else every rank gets all addends."""
 
     @property
     def block_numel(self) -> int:

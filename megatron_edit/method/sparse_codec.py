@@ -11,10 +11,10 @@ same bytes on every device. Blocks without a magnitude of 2^-100 or more are zer
 
 The residual is multiplied by 0.95 before the values are added to it.
 
-A sum of decoded values has up to as many non-zero values as all addends together: it is not encoded
+A sum of decoded values may have as many non-zero values as all addends together: it is not encoded
 again.
 
-Non-finite input: as in `codec.py`.
+Non-finite input: as in `codec.py`. Scratch: that of `codec.py`, and half a byte for each value.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron_edit import constants
-from megatron_edit.method.codec import Codec, aligned, slab_numel, slabs, target
 from megatron_edit.method.coarse_codecs import INT2_OF_64
+from megatron_edit.method.codec import Codec, aligned, slab_numel, slabs, target
 
 _BLOCK = 4096
 _KEPT = 64  # of a block

@@ -1,4 +1,4 @@
-"""Codec of the largest values of each block: bytes of the reference, residual, degenerate blocks."""
+"""Codec of the largest values of blocks: bytes of the reference, residual, degenerate blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_edit.method import codec as codecs
 from megatron_edit.method.sparse_codec import TOP64
-from tests.pure.test_codec import assert_equal_on_cpu_and_cuda, bits, draw, round_trip
 from tests.pure.test_coarse_codecs import mixed
+from tests.pure.test_codec import assert_equal_on_cpu_and_cuda, bits, draw, round_trip
 from tests.reference.wire import quantised, sparse_bytes
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 4095, 4096, 4097, 4161, 8192, 100_003]
@@ -122,7 +122,8 @@ def test_nonfinite_value_decodes_to_nonfinite_block(value: float, place: int) ->
     values, rest = draw(10_000, seed=1), torch.zeros(10_000)
     poisoned = values.clone()
     poisoned[place] = value
-    data, decoded, total = TOP64.encode(poisoned, residual=rest), torch.empty(10_000), values.clone()
+    data = TOP64.encode(poisoned, residual=rest)
+    decoded, total = torch.empty(10_000), values.clone()
     TOP64.decode(data, decoded)
     TOP64.add_decoded(data, total)
     inside = torch.arange(10_000) // 4096 == place // 4096
