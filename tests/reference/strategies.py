@@ -185,10 +185,11 @@ class Simulation:
         left_out = {r for r, is_out in enumerate(record.left_out) if is_out}
         for first in range(0, average.size, size):
             shard = slice(first, first + size)
-            addends = [
-                np.float32(weight) * delta[shard].astype(np.float32)
-                for weight, delta in zip(record.weights, deltas, strict=True)
-            ]
+            with np.errstate(invalid="ignore"):  # of replicas that are left out
+                addends = [
+                    np.float32(weight) * delta[shard].astype(np.float32)
+                    for weight, delta in zip(record.weights, deltas, strict=True)
+                ]
             rests = [rest[record.unit][shard] for rest in self.residuals]
             average[shard] = AllReduce(addends, left_out).sum(
                 "top64", Residuals(rests, np.zeros(0, np.float32))
