@@ -16,7 +16,26 @@ from tests.pure.test_codec import assert_equal_on_cpu_and_cuda, bits, draw, roun
 from tests.reference.wire import COARSE, coarse_codes, quantised
 
 ALL = pytest.mark.parametrize("codec", [INT2, TERNARY, SIGN], ids=lambda c: c.name)
-SIZES = [0, 1, 2, 5, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 1279, 1280, 1281, 4097, 100_003]
+SIZES = [
+    0,
+    1,
+    2,
+    5,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    1023,
+    1024,
+    1025,
+    1279,
+    1280,
+    1281,
+    4097,
+    100_003,
+]
 MANY_SIZES = st.one_of(st.sampled_from(SIZES[:-1]), st.integers(0, 6000))
 ADVERSARIAL = [
     [0.0, -0.0, 0.0],
