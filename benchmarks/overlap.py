@@ -42,6 +42,7 @@ from frame.study import (
 )
 from netlab import Lab, LabError
 from overlap_parts.kinds import (
+    AUTO,
     BLOCKING,
     IDEAL,
     OVERLAP,
@@ -84,7 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     flags: Flags = {
         "modes": ("overlap,blocking",
-                  f"separated by commas: overlap, blocking, {', '.join((*variants(1), *RIVALS))}"),
+                  f"separated by commas: overlap, blocking, auto, "
+                  f"{', '.join((*variants(1), *RIVALS))}"),
         "torchft-python": (sys.executable, "interpreter that has torchft, for its modes"),
         "links": ("none,1e9,100e6,20e6", "bits per second"),
         "rounds": (2, "rounds measured in a run"),
@@ -103,7 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.links = parse_links(args.links)
     modes = args.modes.split(",")
     stock = [] if args.without_stock else split_commas(args.stock)
-    known = [OVERLAP, BLOCKING, *variants(args.tau), *RIVALS]
+    known = [OVERLAP, BLOCKING, AUTO, *variants(args.tau), *RIVALS]
     for name, given, possible in (("modes", modes, known), ("stock", stock, STOCKS)):
         unknown = [kind for kind in given if kind not in possible]
         if unknown:

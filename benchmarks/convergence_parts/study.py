@@ -362,7 +362,8 @@ def _outer(study: Study) -> Question:
         for outer in pairs:
             words = ("--edit-outer-lr", str(outer[0]), "--edit-outer-momentum", str(outer[1]))
             options: dict[str, Any] = {
-                "tau": tau, "num_replicas": num_replicas, "base": base,
+                "tau": tau, "num_replicas": num_replicas,
+                "base": "" if outer == USUAL_OUTER else base,
                 "num_seeds": 2 if outer in OUTER_TWO_SEEDS.get((num_replicas, tau), ()) else 1,
             }  # fmt: skip
             label = outer_label(num_replicas, tau, outer)

@@ -173,7 +173,7 @@ class Bench:
         def poll_console() -> None:
             nonlocal is_limited
             reached = console.read().last_iteration
-            if reached and not is_limited:
+            if reached >= job.limited_from and not is_limited:
                 self._lab.set_rate(rate)
                 is_limited = True
             for end in (window.first, window.last):

@@ -19,7 +19,7 @@ from megatron_edit.tools.compare.instances import check_instances
 
 # Of configurations and results; another number invalidates all stored results. A configuration
 # holds the given flags only, so a changed default needs another number, too.
-FORMAT = 3
+FORMAT = 4
 EVENTS = "events"
 # Flags that the comparison sets itself, or that would make all runs write to the same place: rule
 # and remedy.
