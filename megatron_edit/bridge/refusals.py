@@ -54,6 +54,10 @@ def check_settings(config: ConfigContainer, edit: EditConfig) -> None:
         raise UsageError(f"optimizer.hub {edit.hub}", _LATER, "use a fixed set of replicas")
     if STRATEGIES[edit.strategy].is_timed:
         raise UsageError(f"optimizer.strategy {edit.strategy}", _LATER, "use edit")
+    if edit.auto:
+        raise UsageError(
+            "optimizer.auto", _LATER, "give the settings that megatron-edit plan names"
+        )
     if config.optimizer.optimizer != ADAM:
         raise UsageError(f"optimizer.optimizer {config.optimizer.optimizer}", _LATER, "use adam")
     loader = getattr(config.dataset, "dataloader_type", None)

@@ -218,7 +218,7 @@ class EditEngine:
         """In warm-up and in the final phase, sum the counts that the host updates buffers from."""
         self.state.timeout.follow_step()
         if self.status.is_warmup:
-            with self._context():
+            with self._context(), self._tuner.meter.averaging(self.state.step + 1):
                 sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
@@ -308,7 +308,7 @@ class EditEngine:
 
         Collective: the sync group.
         """
-        with self._context():
+        with self._context(), self._tuner.meter.averaging(self.state.step + 1):
             return self.groups.sync.all_gather(values)
 
     def record_loss(self, loss: float) -> None:
@@ -438,8 +438,7 @@ class EditEngine:
     def _choose(self) -> None:
         """Choose the settings of the next rounds: at the switch, and after a sync of all units."""
         self.syncs.land_all()
-        choice = self._tuner.choose(self.state.step, self.state.rounds.choice, self.reporter)
-        if choice is not None:
+        if (choice := self._tuner.choose(self.state, self.reporter)) is not None:
             self.use(choice)
 
     def use(self, choice: AutoChoice, *, is_resumed: bool = False) -> None:
@@ -459,7 +458,7 @@ class EditEngine:
         self._trigger = create_trigger(settings, self.host, self.state)
         self._outcomes = replace(self._outcomes, settings=settings, trigger=self._trigger)
         self.syncs.begin_thread(self._context.explain)
-        self.state.rounds = replace(self.state.rounds, length=settings.schedule.interval)
+        self.state.timeout.begin(self.state.timeout.length, settings.schedule.interval)
         self.reporter.on_choice(choice, is_resumed=is_resumed)
 
     def _begin_local_training(self) -> None:

@@ -331,10 +331,11 @@ class RunState:
             settings: of the engine, with the choice.
             choice: see `RoundState`.
         """
-        self.rounds = replace(self.rounds, choice=choice)
+        length = settings.schedule.interval
+        self.rounds = replace(self.rounds, choice=choice, length=length)
         self.timeout.meetings = settings.schedule.fragments
         if isinstance(self.losses, StepLosses):
-            self.losses.capacity = settings.schedule.interval
+            self.losses.capacity = length
 
     def assign_blocks(self, assignment: BlockAssignment) -> None:
         """Replace the assignment of blocks, where replicas run at their own speeds."""

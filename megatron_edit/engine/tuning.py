@@ -15,14 +15,21 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter
-from megatron_edit.method.auto import AutoChoice, AutoSetting, Measurement, choose
+from megatron_edit.engine.state import RunState
+from megatron_edit.method.auto import (
+    LEAST_ROUNDS,
+    AutoChoice,
+    AutoSetting,
+    Measurement,
+    choose,
+)
 from megatron_edit.method.expected_loss import WIRE_LOSS
 from megatron_edit.method.outer import Nesterov
 
@@ -117,14 +124,13 @@ class AutoTuner:
         last = settings.schedule.warmup_steps if settings.auto is not None else None
         return cls(settings, groups, unit_numels, StepMeter(groups, last))
 
-    def choose(self, step: int, before: AutoChoice | None, reporter: Reporter) -> AutoChoice | None:
-        """Measure links and local work, and choose.
+    def choose(self, state: RunState, reporter: Reporter) -> AutoChoice | None:
+        """Measure links and local work, and choose the settings of the next rounds.
 
         Collective: all ranks of all replicas.
 
         Args:
-            step: s, after which the choice is used.
-            before: the choice in use: step and forward pass stay as it has them.
+            state: of the run; has the choice in use, whose step and forward pass stay.
             reporter: receives a message if no step of the warm-up was measured.
 
         Returns:
@@ -132,20 +138,31 @@ class AutoTuner:
         """
         if self.settings.auto is None:
             return None
-        if before is not None:
-            return self._choose(step, before.measured.step, before.measured.forward)
+        if (before := state.rounds.choice) is not None:
+            return self._choose_again(state, before, self.settings.auto.last_local_step)
         mine = [_median(self.meter.steps), _median(self.meter.forwards, default=0.0)]
         seconds, forward = _gather_all(self.groups, mine)[:, :2].unbind(dim=1)
         if bool(seconds.isnan().any()):
             reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
             return None
-        return self._choose(step, float(seconds.max()), float(forward.min()))
+        return self._choose(state.step, float(seconds.max()), float(forward.min()))
+
+    def _choose_again(self, state: RunState, before: AutoChoice, last_step: int) -> AutoChoice:
+        """Choose again. If nothing better is found, or too few steps remain, the settings stay, and
+        the time that was observed is expected from now on, so that this does not repeat."""
+        known = [each.exposed for each in state.records if math.isfinite(each.exposed)]
+        observed = min(known, default=before.exposed)
+        choice = replace(before, since=state.step)
+        if last_step - state.step >= LEAST_ROUNDS * before.settings.sync_interval:
+            choice = self._choose(state.step, before.measured.step, before.measured.forward)
+        is_same = choice.settings == before.settings
+        return replace(choice, exposed=observed) if is_same else choice
 
     def _choose(self, step: int, seconds: float, forward: float) -> AutoChoice:
         groups, rules = self.groups, self.settings.auto
         assert rules is not None, "settings without rules for a choice"
         rate, latency = measure_links(groups)
-        largest = self.unit_numels.max(dim=0).values.tolist()
+        numels = self.unit_numels[self.unit_numels.sum(dim=1).argmax()].tolist()
         wires = list(WIRE_LOSS) if "sync_dtype" in rules.open else [rules.given.sync_dtype]
         mine = [_work_per_element(wire, groups) for wire in wires]
         work = _gather_all(groups, mine).max(dim=0).values.tolist()
@@ -156,7 +173,7 @@ class AutoTuner:
             return Wire.of(wire).payload_bytes(numel, size) + extra
 
         setting = AutoSetting(
-            rules.given, rules.open, rules.target, tuple(map(int, largest)), payload,
+            rules.given, rules.open, rules.target, tuple(map(int, numels)), payload,
             self.settings.depth,
         )  # fmt: skip
         measured = Measurement(seconds, forward, rate, latency, dict(zip(wires, work, strict=True)))
@@ -201,7 +218,10 @@ def _work_per_element(name: str, groups: EngineGroups) -> float:
     Addend, norm, encoding, decoding, outer step and landing, of values in memory.
     """
     wire, size, device = Wire.of(name), groups.sync.size, groups.sync.device
-    values, anchor, momentum = (torch.randn(_WORK_NUMEL, device=device) for _ in range(3))
+    # Not random numbers, which would change those of the training.
+    values, anchor, momentum = (
+        torch.linspace(-1, end, _WORK_NUMEL, device=device) for end in (1.0, 2.0, 3.0)
+    )
     residual = wire.new_residual(_WORK_NUMEL, size, device) if wire.has_residual else None
     best = math.inf
     for _ in range(3):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from megatron_edit.method.cost import Cost, UnitExchange, round_cost
+from megatron_edit.method.cost import MEETING_MESSAGES, Cost, UnitExchange, round_cost
 from megatron_edit.method.expected_loss import DELAYED_MOMENTUM, WIRE_LOSS, expected_loss
 from megatron_edit.method.outer_presets import outer_preset
 
@@ -62,7 +62,7 @@ class AutoChoice:
     Attributes:
         settings: see `SyncSettings`.
         share: speed, as a share of that without syncs.
-        exposed: seconds that a sync of one fragment adds.
+        exposed: seconds that a sync of one fragment adds, without its meeting.
         loss: relative increase of the final loss over stock DDP, by tables of small models.
         since: the step after which they are used.
         measured: see `Measurement`.
@@ -122,7 +122,8 @@ class AutoSetting:
         given: value of each setting, by name: given, or the usual one.
         open: names of those that may be chosen.
         target: share of the speed without syncs that is to be reached.
-        unit_numels: elements of the largest shard of each unit, in forward order.
+        unit_numels: elements of each unit in the shards of the rank that has most, in forward
+            order.
         payload: bytes that a rank sends in an exchange of so many elements in a wire type.
         depth: most units in flight in the forward pass; 1 where syncs block.
     """
@@ -165,7 +166,8 @@ def predict(
 ) -> AutoChoice:
     """The expected speed and loss of some settings."""
     cost = _cost(setting, measured, settings)
-    exposed = cost.exposed / settings.fragments
+    # Without the meeting: the time that it takes is not told from the wait for slower replicas.
+    exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
     return AutoChoice(settings, cost.share_of_ideal, exposed, _loss(settings), step, measured)
 
 
@@ -229,7 +231,9 @@ def _cost(setting: AutoSetting, measured: Measurement, settings: SyncSettings) -
     total = sum(numels[1:]) or 1  # the embedding, which comes first, is only a look-up
     forward = measured.forward if setting.depth > 1 else 0.0
     exchanges = [
-        UnitExchange(
+        UnitExchange(0.0, 0.0, 0.0)
+        if numel == 0  # of another pipeline stage
+        else UnitExchange(
             setting.payload(numel, wire) / measured.rate + MESSAGES_PER_EXCHANGE * measured.latency,
             measured.work[wire] * numel,
             forward * numel / total if place else 0.0,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WORK_BEFORE_EXCHANGE = 0.3  # share of the local work before the exchange: norms, addends
+MEETING_MESSAGES = 2  # that wait for one another
 ROUNDS = 3  # that are simulated; later ones repeat, unless the link falls further behind
 
 
@@ -172,7 +173,7 @@ def round_cost(
     return Cost(
         exchange=sum(exchange.wire for exchange in exchanges),
         work=sum(exchange.work for exchange in exchanges),
-        exposed=exposed + 2 * latency * fragments,  # at the meetings
+        exposed=exposed + MEETING_MESSAGES * latency * fragments,
         round=length,
         longest=max(sum(exchange.wire for exchange in group) for group in groups),
     )

@@ -199,6 +199,7 @@ class EventLog:
         if self._dir is None:
             return
         self._run = dict(run)
+        self._is_header_written = is_joining
         self._is_folder_ready = is_joining
         self.flush()
 

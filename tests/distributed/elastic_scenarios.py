@@ -47,7 +47,7 @@ from megatron_edit.engine import (
 )
 from megatron_edit.errors import FencedError, ReplicaLostError
 from megatron_edit.host.settings import engine_settings
-from tests.distributed.toy import CPU, TIMEOUT, Collector, ToyHost
+from tests.distributed.toy import CPU, TIMEOUT, Collector, ToyHost, with_outer
 
 POLL_SECONDS = 0.002
 BOARD = Path("board")  # in the directory of the ranks
@@ -317,7 +317,7 @@ class Replica:
         )
         config = EditConfig(
             use_edit=True, strategy="edit", warmup_steps=0, hub="127.0.0.1:1", replica_name=name,
-            nominal_replicas=len(script.founders), **settings,
+            nominal_replicas=len(script.founders), **with_outer(settings),
         )  # fmt: skip
         sizes = {unit: len(values) for unit, values in start.items()}
         host = cast(RecordingHost, RecordingHost.build(sizes, 0, 1, start))

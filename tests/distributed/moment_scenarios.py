@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from tests.distributed.toy import build_engine
+from tests.distributed.toy import build_engine, with_outer
 
 Values = dict[str, Any]  # by unit
 KINDS = (FIRST_MOMENT, SECOND_MOMENT)
@@ -25,7 +25,7 @@ def run_moments(
         One record per step: this rank's slices of moments and parameters after it, by unit, the
         bytes sent and reported, and the calls of `set_local_training`.
     """
-    config = EditConfig(use_edit=True, digest_interval=1, warmup_steps=0, **settings)
+    config = EditConfig(use_edit=True, digest_interval=1, warmup_steps=0, **with_outer(settings))
     engine, host, reporter = build_engine(config, sizes, start)
     engine.start()
     replica, records = engine.groups.sync.rank, []

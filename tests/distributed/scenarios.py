@@ -12,7 +12,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine
 from megatron_edit.engine.rounds.meeting import size_of_record
 from megatron_edit.errors import DriftError
-from tests.distributed.toy import build_engine
+from tests.distributed.toy import build_engine, with_outer
 
 Record = dict[str, Any]
 
@@ -29,7 +29,7 @@ def run_rounds(
         One record per round: the decision of the sync, and this rank's shards after it.
     """
     config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=1, digest_interval=1,
-                        **settings)  # fmt: skip
+                        **with_outer(settings))  # fmt: skip
     engine, host, reporter = build_engine(config, sizes, start)
     engine.start()
     replica = engine.groups.sync.rank

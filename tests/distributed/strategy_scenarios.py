@@ -10,7 +10,7 @@ import numpy as np
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock
-from tests.distributed.toy import ToyHost, build_engine
+from tests.distributed.toy import ToyHost, build_engine, with_outer
 from tests.reference import published
 
 Record = dict[str, Any]
@@ -125,7 +125,7 @@ def train_linear(settings: dict[str, Any], steps: int) -> list[tuple[float, Reco
 
 
 def _config(settings: dict[str, Any]) -> EditConfig:
-    return EditConfig(use_edit=True, digest_interval=1, **settings)
+    return EditConfig(use_edit=True, digest_interval=1, **with_outer(settings))
 
 
 def _step(engine: EditEngine, host: ToyHost, move: dict[str, Any]) -> None:

@@ -202,6 +202,13 @@ class ToyHost:
         self.schedule_position += samples
 
 
+def with_outer(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the outer settings that the oracle has for EDiT at every interval."""
+    if settings.get("strategy", "edit") not in ("edit", "a-edit"):
+        return settings
+    return {"outer_lr": 0.8, "outer_momentum": 0.85, **settings}
+
+
 class Collector:
     """A reporter that keeps all reports and messages."""
 

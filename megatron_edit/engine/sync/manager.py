@@ -107,9 +107,10 @@ class SyncManager:
         assert not self._all(), "settings change while a sync is under way"
         self.close()
         self._thread, self._thread_steps = None, False
+        is_other_wire = settings.wire != self._settings.wire
         self._settings = settings
         self._reports = SyncReports(self._groups, self._reporter, settings.wire, footprint)
-        if self._outer is not None:
+        if self._outer is not None and is_other_wire:
             sync = self._groups.sync
             self._outer = self._outer.with_wire(settings.wire, sync.size, sync.device)
 

@@ -34,6 +34,8 @@ def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
         config: of this run.
     """
     before = {"strategy": manifest.strategy, "sync_dtype": manifest.wire, **manifest.settings}
+    if manifest.choice is not None and not config.auto:
+        before |= manifest.choice["settings"]
     now = training_settings(config)
     changes = [
         f"{flag(name)} {format_value(value)} -> {format_value(now[name])}"

@@ -20,7 +20,7 @@ from megatron_edit.tools.plan.exchanges import (
     TimingSetting,
     forward_seconds,
     lands_in_forward,
-    largest_shards,
+    largest_rank,
     local_work,
     shard_bytes,
 )
@@ -41,7 +41,7 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         given=given_settings(config),
         open=config.open_settings,
         target=config.auto_share,
-        unit_numels=largest_shards(job),
+        unit_numels=largest_rank(job),
         payload=lambda numel, wire: shard_bytes(job, config, wire, numel),
         depth=config.prefetch_units if lands_in_forward(job, config) else 1,
     )
@@ -55,7 +55,7 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
 def _measurement(job: Job, config: EditConfig, setting: TimingSetting) -> Measurement:
     """Return what a run would measure. All ranks of a host share its link; the machine's local work
     does not depend on the wire type."""
-    machine, link, numels = setting.machine, setting.link, largest_shards(job)
+    machine, link, numels = setting.machine, setting.link, largest_rank(job)
     work_of = partial(local_work, config, machine, size=job.mesh.num_replicas)
     seconds_per_byte = max(link.seconds(job.mesh.ranks_per_host), machine.per_wire_byte)
     work = sum(map(work_of, numels)) / sum(numels)

@@ -261,6 +261,11 @@ def largest_shards(job: Job) -> tuple[int, ...]:
     return tuple(map(max, zip(*job.rank_numels, strict=True)))
 
 
+def largest_rank(job: Job) -> tuple[int, ...]:
+    """Return the elements of each unit on the rank that has most of all."""
+    return tuple(max(job.rank_numels, key=sum))
+
+
 def local_work(config: EditConfig, machine: Machine, numel: int, size: int) -> float:
     """Return the seconds of a rank's local work in the sync of a shard of a unit.
 
