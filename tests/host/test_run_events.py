@@ -84,11 +84,11 @@ def test_resume_with_changed_settings_is_logged(tmp_path: Path) -> None:
     saves = tmp_path / "saves"
     first = run_edit(tmp_path, 2, 2, train_iters=8, exit_interval=5, save=saves, save_interval=5)
     table = first.result.ranks[0].stdout
-    assert re.search(r"edit_outer_lr \.+ 0\.8$", table, re.MULTILINE)
+    assert re.search(r"edit_outer_lr \.+ 0\.9$", table, re.MULTILINE)
     assert re.search(r"edit_weight_temperature \.+ auto$", table, re.MULTILINE)
     assert re.search(r"edit_sync_mode \.+ blocking$", table, re.MULTILINE)
     config = json.loads((tmp_path / "run.json").read_text())["config"]
-    assert (config["outer_lr"], config["outer_momentum"]) == (0.8, 0.85)
+    assert (config["outer_lr"], config["outer_momentum"]) == (0.9, 0.6)  # at tau 3
     second = run_edit(
         tmp_path, 2, 2, train_iters=8, load=saves, edit_strategy="diloco", edit_sync_interval=2,
         edit_sync_dtype="int8",
@@ -99,7 +99,7 @@ def test_resume_with_changed_settings_is_logged(tmp_path: Path) -> None:
     assert line.startswith("[edit] settings changed since the checkpoint: --edit-strategy edit -> ")
     for change in (
         "--edit-strategy edit -> diloco", "--edit-sync-interval 3 -> 2",
-        "--edit-sync-dtype fp32 -> int8", "--edit-outer-lr 0.8 -> 0.7",
+        "--edit-sync-dtype fp32 -> int8", "--edit-outer-lr 0.9 -> 0.7",
     ):  # fmt: skip
         assert change in line
     again = run_edit(tmp_path, 2, 2, train_iters=8, load=saves)
