@@ -409,6 +409,8 @@ class EditEngine:
             rounds = self.elastic.begins_with(rounds)
         if self.settings.auto is None:
             rounds = replace(rounds, choice=None, num_deviating=0)
+        elif rounds.choice is None:
+            self.reporter.on_message("the checkpoint has no choice: --edit-auto chooses nothing")
         self.state.load_state_dict(replace(saved, rounds=rounds))
         self.syncs.begin(outer)
         self.syncs.load_state_dict(saved.pending)

@@ -170,7 +170,7 @@ def test_group_without_phases_refuses_encoded_exchange() -> None:
 
 def test_payload_bytes_of_each_wire() -> None:
     """A rank sends 2 (N - 1) / N of the encoded size, up to the padding of chunks."""
-    numel = 1_000_000
+    numel = 8_000_000
     for size in (1, 2, 3, 8):
         share = 2 * (size - 1) / size * numel
         encoded = 116 / 4096 * numel  # goes to all others

@@ -96,7 +96,10 @@ def test_data_parallel_ranks_split_each_block(tmp_path: Path) -> None:
 
 def test_equal_speeds_match_edit_losses(tmp_path: Path) -> None:
     """With 5 steps per round on every replica, the losses are those of `edit` with tau 5."""
-    flags: Flags = {"train_iters": 62, "global_batch_size": 4}
+    flags: Flags = {
+        "train_iters": 62, "global_batch_size": 4, "edit_outer_lr": 0.8,
+        "edit_outer_momentum": 0.85,
+    }  # fmt: skip
     timed, counted = tmp_path / "a-edit", tmp_path / "edit"
     timed.mkdir()
     counted.mkdir()

@@ -267,10 +267,6 @@ class LoadControl:
         choice = choice_of(resume.path, manifest)
         if engine.settings.auto is not None and choice is not None:
             engine.use(choice, is_resumed=True)
-        elif engine.settings.auto is not None:
-            engine.reporter.on_message(
-                "the checkpoint has no choice of settings: --edit-auto chooses nothing"
-            )
         shards = RankShards(
             where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces
         )
