@@ -182,9 +182,11 @@ def test_chosen_settings_are_valid(
 
 
 def test_latency_counts_at_meetings_and_exchanges() -> None:
-    """Each of F meetings costs two messages, and each exchange waits for two."""
+    """Each of F meetings costs two messages, and each exchange waits for two. The time of a sync is
+    without its meeting, as it is measured."""
     plain = predict(setting(), measured(math.inf, 0.1), USUAL, 0)
-    assert plain.exposed == pytest.approx(0.4)
+    assert plain.exposed == pytest.approx(0.2)
+    assert plain.share == pytest.approx(USUAL.sync_interval / (USUAL.sync_interval + 0.4))
 
 
 # ---- leaving a prediction
