@@ -197,8 +197,9 @@ def launches(corpus: Path) -> dict[str, str]:
     The commands run in a shell, in a folder that has the files that they name. Appended flags,
     which override earlier ones, make them short, with half of the ranks.
     """
-    short = "--train-iters 4 --eval-iters 1 --eval-interval 4 --num-layers 1 --hidden-size 64"
-    short += " --lr-warmup-iters 0 --edit-warmup-steps 2 --edit-sync-interval 1"
+    short = "--eval-iters 1 --eval-interval 4 --num-layers 1 --hidden-size 64 --lr-warmup-iters 0"
+    given = f"{short} --train-iters 4 --edit-warmup-steps 2 --edit-sync-interval 1"
+    chosen = f"{short} --train-iters 36 --edit-warmup-steps 20"  # two rounds of the shortest tau
     torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
     for name in ("scripts", "configs"):
         (corpus / name).symlink_to(REPOSITORY / name)
@@ -206,14 +207,18 @@ def launches(corpus: Path) -> dict[str, str]:
     for command in commands_of_kind("launch"):
         line = command.line.replace("torchrun", torchrun, 1)
         line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
-        outputs[command.document] = run(["bash", "-c", f"{line} {short}"], cwd=corpus)
+        flags = chosen if "--edit-auto" in command.words else given
+        outputs[command.document] = run(["bash", "-c", f"{line} {flags}"], cwd=corpus)
     return outputs
 
 
 @pytest.mark.timeout(400)
 def test_launches_of_own_script_run(corpus: Path, launches: dict[str, str]) -> None:
     """Would catch a command of a document that does not train, or writes other event files."""
-    assert all("sync 2 after iteration 4" in output for output in launches.values())
+    chosen = launches["docs/tuning.md"]
+    assert "--edit-auto after step 20: tau 8" in chosen and "sync 2 after iteration 36" in chosen
+    given = [output for page, output in launches.items() if page != "docs/tuning.md"]
+    assert all("sync 2 after iteration 4" in output for output in given)
     events = {path.name for path in (corpus / "log").iterdir()}
     assert events == {"run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl",
                       "replica-1.jsonl", "replica-1.log", "run.lock"}  # fmt: skip
