@@ -35,7 +35,7 @@ DELAYED = ("--edit-delay-steps", "5")
 GLOO = ("--edit-sync-backend", "gloo")
 # Steps on a GPU take milliseconds: a few rounds take a few seconds.
 # Of the committed losses, which are older than presets by interval.
-OUTER = {"edit-outer-lr": 0.8, "edit-outer-momentum": 0.85}
+OUTER: dict[str, float | int] = {"edit-outer-lr": 0.8, "edit-outer-momentum": 0.85}
 A_EDIT = ("--edit-strategy", "a-edit", "--edit-sync-seconds", "0.5", "--edit-min-round-steps", "8")
 # Mean relative distance from the CPU's losses. On the CPU, bf16 instead of fp32 moves them by 2e-4,
 # int8 instead of fp32 on the wire by 5e-5, a delay of five steps by 2e-2.
@@ -99,7 +99,7 @@ class Case:
         if self.is_stock:
             return [*words, *self.words]
         edit = edit_flags(self.num_replicas, warmup_steps=WARMUP, log_dir=log_dir)
-        every = {"edit-digest-interval": 1}
+        every: dict[str, float | int] = {"edit-digest-interval": 1}
         if not self.is_timed:
             every |= {"edit-sync-interval": TAU} | OUTER
         return [*words, *edit, *flag_words(every), *self.words]
