@@ -26,9 +26,10 @@ block the queue until the one before is done.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -154,7 +155,44 @@ class CodedPart:
 
 
 @dataclass
-class CodedExchange:
+class _Exchange(ABC):
+    """What exchanges in one and in two phases have in common."""
+
+    group: Group
+    parts: Sequence[CodedPart | GatheredPart]
+    outgoing: Tensor
+    incoming: Tensor
+    is_decoded: bool = field(default=False, kw_only=True)
+
+    @property
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether all its collectives are done. Does not advance it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Finish it."""
+
+    def advance(self) -> bool:
+        """Advance this and earlier exchanges without blocking; return whether the sum is
+        available."""
+        start_second_phases(self.group)
+        if self.is_completed:
+            self.wait()
+        return self.is_decoded
+
+    def _decode(self) -> None:
+        """Decode the sums, and free the buffers: the units keep this object until their outer
+        steps."""
+        for part in self.parts:
+            part.decode()
+        self.is_decoded = True
+        self.parts, self.outgoing = (), self.outgoing[:0].clone()
+        self.incoming = self.outgoing
+
+
+@dataclass
+class CodedExchange(_Exchange):
     """An exchange in two phases, of one sum or of several sums together.
 
     Attributes:
@@ -167,13 +205,9 @@ class CodedExchange:
         is_decoded: whether the sums are available.
     """
 
-    group: Group
     parts: Sequence[CodedPart]
-    outgoing: Tensor
-    incoming: Tensor
     first: Work | None = None
     second: Work | None = None
-    is_decoded: bool = False
 
     @classmethod
     def prepare(cls, group: Group, addends: Sequence[Addend]) -> CodedExchange:
@@ -213,14 +247,6 @@ class CodedExchange:
             self.second = self.group.start_all_to_all(self.incoming, self.outgoing, 1)
         self.group.backlog.popleft()
 
-    def advance(self) -> bool:
-        """Advance this and earlier exchanges without blocking; return whether the sum is
-        available."""
-        start_second_phases(self.group)
-        if self.is_completed:
-            self.wait()
-        return self.is_decoded
-
     def wait(self) -> None:
         """Finish it, after beginning all earlier second phases. Blocks the host on CPU tensors, the
         current stream on CUDA."""
@@ -229,12 +255,7 @@ class CodedExchange:
         if self.is_decoded:
             return
         self.second.wait()
-        for part in self.parts:
-            part.decode()
-        self.is_decoded = True
-        # Free the buffers: the units keep this object until their outer steps.
-        self.parts, self.outgoing = (), self.outgoing[:0].clone()
-        self.incoming = self.outgoing
+        self._decode()
 
     @property
     def is_completed(self) -> bool:
@@ -285,7 +306,7 @@ class GatheredPart:
 
 
 @dataclass
-class GatheredExchange:
+class GatheredExchange(_Exchange):
     """An exchange in one phase, of one sum or of several sums together.
 
     Attributes:
@@ -297,12 +318,8 @@ class GatheredExchange:
         is_decoded: whether the sums are available.
     """
 
-    group: Group
     parts: Sequence[GatheredPart]
-    outgoing: Tensor
-    incoming: Tensor
     sent: Work | None = None
-    is_decoded: bool = False
 
     @classmethod
     def prepare(cls, group: Group, addends: Sequence[Addend]) -> GatheredExchange:
@@ -323,26 +340,13 @@ class GatheredExchange:
             part.encode_addend()
         self.sent = self.group.start_all_to_all(self.incoming, self.outgoing, 0)
 
-    def advance(self) -> bool:
-        """Advance this and earlier exchanges without blocking; return whether the sum is
-        available."""
-        start_second_phases(self.group)
-        if self.is_completed:
-            self.wait()
-        return self.is_decoded
-
     def wait(self) -> None:
         """Finish it. Blocks the host on CPU tensors, the current stream on CUDA."""
         if self.is_decoded:
             return
         assert self.sent is not None
         self.sent.wait()
-        for part in self.parts:
-            part.decode()
-        self.is_decoded = True
-        # Free the buffers: the units keep this object until their outer steps.
-        self.parts, self.outgoing = (), self.outgoing[:0].clone()
-        self.incoming = self.outgoing
+        self._decode()
 
     @property
     def is_completed(self) -> bool:
