@@ -32,6 +32,7 @@ from megatron_edit.method.auto import (
 )
 from megatron_edit.method.expected_loss import WIRE_LOSS
 from megatron_edit.method.outer import Nesterov
+from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
 
 MEASURED_STEPS = 10  # at the end of the warm-up
 _PROBE_SECONDS = 0.3  # least duration of the transfer that gives the rate
@@ -141,7 +142,7 @@ class AutoTuner:
         if (before := state.rounds.choice) is not None:
             return self._choose_again(state, before, self.settings.auto.last_local_step)
         mine = [_median(self.meter.steps), _median(self.meter.forwards, default=0.0)]
-        seconds, forward = _gather_all(self.groups, mine)[:, :2].unbind(dim=1)
+        seconds, forward = _gather_all(self.groups, mine).unbind(dim=1)
         if bool(seconds.isnan().any()):
             reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
             return None
@@ -234,7 +235,7 @@ def _work_per_element(name: str, groups: EngineGroups) -> float:
             data = codec.encode(addend, residual=sent)  # the addends, and then the sum of a chunk
             codec.add_decoded(data, addend)
             codec.decode(data, addend)
-        Nesterov(0.8, 0.85).step_(anchor, momentum, addend, clip=1.0, inner_lr=0.0)
+        Nesterov(USUAL_LR, USUAL_MOMENTUM).step_(anchor, momentum, addend, clip=1.0, inner_lr=0.0)
         values.copy_(anchor)
         _synchronize(groups)
         best = min(best, time.monotonic() - began)

@@ -244,8 +244,8 @@ def _exchanges(
     total = sum(numels[unit] for unit in job.unit_names[1:])
     ring_steps = _ring_steps(job, config.sync_dtype)
     exchanges = []
-    for number, nbytes in enumerate(unit_bytes(job, config)):
-        largest = largest_shards(job)[number]
+    shards = zip(unit_bytes(job, config), largest_shards(job), strict=True)
+    for number, (nbytes, largest) in enumerate(shards):
         slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
         wire = max(link.seconds(nbytes * job.mesh.host_share), slowest) + ring_steps * link.latency
         work = local_work(config, machine, largest, size)
