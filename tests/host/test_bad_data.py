@@ -19,6 +19,7 @@ STEPS, REPLICAS = 44, 3
 SETTINGS: Flags = {
     "train_iters": STEPS, "lr": 0.01, "min_lr": 0.01, "lr_decay_style": "constant",
     "edit_anomaly_warmup_syncs": 1000, "global_batch_size": 12,
+    "edit_outer_lr": 0.8, "edit_outer_momentum": 0.85,
 }  # fmt: skip
 
 
