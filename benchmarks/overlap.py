@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         has_rivals = any(kind in RIVALS for kind in args.kinds)
         rival = rival_versions(args.torchft_python) if has_rivals else {}
-        with Lab(args.hosts) as lab:
+        with Lab(args.hosts, latency_seconds=args.latency) as lab:
             results = Results(args, base, rival)
             results.measure_all(lab)
     except (LabError, RivalError, RunFailedError) as error:
@@ -89,6 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                   f"{', '.join((*variants(1), *RIVALS))}"),
         "torchft-python": (sys.executable, "interpreter that has torchft, for its modes"),
         "links": ("none,1e9,100e6,20e6", "bits per second"),
+        "latency": (0.0, "seconds until a message has arrived, on all links"),
         "rounds": (2, "rounds measured in a run"),
         "tau": (40, "sync interval"),
         "hosts": (2, "number of hosts, each a replica of one rank"),

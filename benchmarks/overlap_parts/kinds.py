@@ -171,7 +171,7 @@ def sends_all_at_once(kind: str, tau: int) -> bool:
     """Return whether each sync of one of EDiT's kinds exchanges all units in fp32."""
     flags = variants(tau).get(kind, [])
     own_flags = {"--edit-fragments", "--edit-sync-dtype"}
-    return kind not in ("streaming-diloco", "sparse-loco") and own_flags.isdisjoint(flags)
+    return kind not in (AUTO, "streaming-diloco", "sparse-loco") and own_flags.isdisjoint(flags)
 
 
 @dataclass(frozen=True)

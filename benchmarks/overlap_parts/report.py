@@ -20,7 +20,7 @@ from frame.page import ALL, Column, Spread, draw_bars, picture, table_of
 
 from megatron_edit.flags import flag
 
-from .kinds import IDEAL, RIVALS, STOCK, STOCK_INSTANCES, STOCKS, sends_all_at_once, variants
+from .kinds import AUTO, IDEAL, RIVALS, STOCK, STOCK_INSTANCES, STOCKS, sends_all_at_once, variants
 from .runs import Measurement
 
 
@@ -41,6 +41,7 @@ class Row:
         of_instances: tokens/s over those of `stock-instances`.
         step_bytes: sent by a host in a step, mean over the measured steps, with headers.
         hidden_limit: share of the ideal if these bytes were hidden as far as possible; stock only.
+        expected: share of the ideal that the last choice of `--edit-auto` expects.
     """
 
     rate: float | None
@@ -59,6 +60,7 @@ class Row:
     of_instances: Spread | None
     step_bytes: Spread | None
     hidden_limit: Spread | None
+    expected: Spread | None
 
 
 def exact_limit(*, round_seconds: float, exchange: float, forward: float) -> float:
@@ -96,7 +98,7 @@ class Analysis:
 
     def _row(self, rate: float | None, kind: str) -> Row:
         runs = [m for m in self._runs.values() if (m.kind, m.rate) == (kind, rate)]
-        has_rounds = kind not in (IDEAL, *STOCKS)
+        has_rounds = kind not in (IDEAL, AUTO, *STOCKS)  # of the same length
         is_edit = has_rounds and kind not in RIVALS
         limits = {m.repeat: self._limit(m) for m in runs}
         return Row(
@@ -121,6 +123,7 @@ class Analysis:
             hidden_limit=Spread.of(
                 [x for m in runs if kind in STOCKS and (x := self._hidden_limit(m))]
             ),
+            expected=Spread.of([m.choices[-1]["share"] for m in runs if m.choices]),
         )  # fmt: skip
 
     def _ratio(self, run: Measurement, other_kind: str) -> float | None:
@@ -180,6 +183,7 @@ COLUMNS = (
     Column("ms / iteration", "step_seconds", "{:.1f}", 1e3),
     Column("tokens/s", "tokens_per_second", "{:.0f}"),
     Column("of ideal", "of_ideal", "{:.3f}", of=ALL),
+    Column("expected", "expected", "{:.3f}"),
     Column("limit", lambda row: row.limit if row.of_limit else None, "{:.3f}"),
     Column("of limit", "of_limit", "{:.3f}", of=("min", "median")),
     Column("if all hidden", "hidden_limit", "{:.3f}"),

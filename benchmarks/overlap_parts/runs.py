@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,10 +16,10 @@ from typing import Any
 
 from frame.gpt import Window, link_name
 from frame.launch import REPOSITORY, Hosts, Rank, Training
-from frame.readings import Console, inner_steps, read_console, read_syncs
+from frame.readings import Console, inner_steps, read_choices, read_console, read_syncs
 from netlab import Lab
 
-from .kinds import RIVALS, Job
+from .kinds import AUTO, RIVALS, Job
 
 RIVAL_SCRIPT = Path(__file__).with_name("pretrain_torchft.py")
 POLL_SECONDS = 0.1
@@ -42,6 +42,7 @@ class Measurement:
         replica_seconds: of all inner steps of replica 0.
         load: of the machine, one-minute average before and after.
         exit_codes: of the hosts' processes; not 0 only where training had finished.
+        choices: of `--edit-auto`, as in run.json.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Measurement:
     replica_seconds: list[float]
     load: list[float]
     exit_codes: list[int]
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def short(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Measurement:
             "window_bytes": self.window_bytes,
             "num_syncs": len(self.syncs),
             "exit_codes": self.exit_codes,
+            "choices": self.choices,
         }
 
 
@@ -122,6 +125,7 @@ class Bench:
                 replica_seconds=inner_steps(training.folder),
                 load=[load, os.getloadavg()[0]],
                 exit_codes=codes,
+                choices=read_choices(training.folder) if job.kind == AUTO else [],
             )
 
     def forward_share(self, job: Job) -> float:

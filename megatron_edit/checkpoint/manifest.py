@@ -75,7 +75,7 @@ class Manifest:
         members: names of the replicas; empty where an older version wrote it.
         digest: of anchor and momentum in an elastic run, as its hub recorded it; else empty.
         choice: fields of `method.auto.AutoChoice`; None where nothing was chosen.
-        num_deviating: syncs in a row whose time has left the prediction of the choice.
+        exposed, leaves_prediction: see `engine.plan.RoundState`.
     """
 
     iteration: int
@@ -110,7 +110,8 @@ class Manifest:
     members: tuple[str, ...] = ()
     digest: str = ""
     choice: Mapping[str, Any] | None = None
-    num_deviating: int = 0
+    exposed: tuple[float, ...] = ()
+    leaves_prediction: bool = False
     gradient_wire: str = FP32
 
     @property
@@ -197,6 +198,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
             "displaced": tuple((int(a), int(b)) for a, b in body["displaced"]),
             "unit_steps": tuple(map(tuple, body.get("unit_steps", ()))),
             "members": tuple(body.get("members", ())),
+            "exposed": tuple(_numbers(body.get("exposed", ()))),
             "files": {name: FileRecord(**record) for name, record in body["files"].items()},
         }
     )

@@ -408,7 +408,7 @@ class EditEngine:
         if self.elastic is not None:
             rounds = self.elastic.begins_with(rounds)
         if self.settings.auto is None:
-            rounds = replace(rounds, choice=None, num_deviating=0)
+            rounds = replace(rounds, choice=None, exposed=(), leaves_prediction=False)
         elif rounds.choice is None:
             self.reporter.on_message("the checkpoint has no choice: --edit-auto chooses nothing")
         self.state.load_state_dict(replace(saved, rounds=rounds))

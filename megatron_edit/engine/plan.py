@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
 from megatron_edit.engine.units import Selection
-from megatron_edit.method.auto import AutoChoice, leaves_prediction
+from megatron_edit.method.auto import AutoChoice, leaves_prediction, num_judged
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import BlockAssignment
@@ -250,7 +250,8 @@ class RoundState:
         assigned_to: names of the replicas of `assignment`, in its order: others may meet after a
             round than those that began it.
         choice: of the settings in use, with `--edit-auto`; else None.
-        num_deviating: syncs in a row whose time has left the prediction of the choice.
+        exposed: seconds that each of the last syncs has added to all replicas, since the choice.
+        leaves_prediction: whether these seconds leave the prediction of the choice.
     """
 
     count: int
@@ -265,7 +266,8 @@ class RoundState:
     members: tuple[str, ...] = ()
     assigned_to: tuple[str, ...] = ()
     choice: AutoChoice | None = None
-    num_deviating: int = 0
+    exposed: tuple[float, ...] = ()
+    leaves_prediction: bool = False
 
     def __post_init__(self) -> None:
         numbered = tuple(map(str, range(len(self.unit_steps))))
@@ -410,7 +412,9 @@ def plan_round(
     )
     unit_steps[:, columns] = 0
     landing = DIRECT_COPY if is_last else rules.landing
-    after = RoundState(
+    choice, exposed = before.choice, _exposed(before, records)
+    after = replace(
+        before,
         count=before.count + 1,
         detectors=detectors,
         unit_steps=unit_steps,
@@ -420,10 +424,9 @@ def plan_round(
         assignment=assignment,
         resumes_at_meeting=before.resumes_at_meeting and assignment is not None and not is_assigned,
         first_loss=first_loss,
-        members=before.members,
         assigned_to=before.members if is_assigned else before.assigned_to,
-        choice=before.choice,
-        num_deviating=0 if is_last else _num_deviating(before, records, rules.target),
+        exposed=exposed,
+        leaves_prediction=choice is not None and leaves_prediction(choice, exposed, rules.target),
     )
     return RoundPlan(
         MeetingOutcome.SYNC,
@@ -447,12 +450,12 @@ def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
     return rules.moments.rule_of(sync, rules.schedule.fragments)
 
 
-def _num_deviating(before: RoundState, records: Sequence[ControlRecord], target: float) -> int:
-    """Syncs in a row that took another time than predicted: the time that all replicas lost."""
+def _exposed(before: RoundState, records: Sequence[ControlRecord]) -> tuple[float, ...]:
+    """Seconds that each of the last syncs added: the time that all replicas lost."""
     known = [record.exposed for record in records if math.isfinite(record.exposed)]
     if before.choice is None or not known:
-        return before.num_deviating
-    return before.num_deviating + 1 if leaves_prediction(before.choice, min(known), target) else 0
+        return before.exposed
+    return (*before.exposed, min(known))[-num_judged(before.choice) :]
 
 
 def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:

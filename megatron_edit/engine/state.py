@@ -332,7 +332,9 @@ class RunState:
             choice: see `RoundState`.
         """
         length = settings.schedule.interval
-        self.rounds = replace(self.rounds, choice=choice, length=length)
+        self.rounds = replace(
+            self.rounds, choice=choice, length=length, exposed=(), leaves_prediction=False
+        )
         self.timeout.meetings = settings.schedule.fragments
         if isinstance(self.losses, StepLosses):
             self.losses.capacity = length

@@ -28,9 +28,13 @@ from megatron_edit.method.auto import (
     AutoChoice,
     AutoSetting,
     Measurement,
+    calibrated,
     choose,
 )
+from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.expected_loss import WIRE_LOSS
+from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.norms import sum_of_squares
 from megatron_edit.method.outer import Nesterov
 from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
 
@@ -38,8 +42,9 @@ MEASURED_STEPS = 10  # at the end of the warm-up
 _PROBE_SECONDS = 0.3  # least duration of the transfer that gives the rate
 _FIRST_PROBE = 1 << 14  # elements
 _LARGEST_PROBE = 1 << 24
-_WORK_NUMEL = 1 << 18
+_LEAST_WORK, _MOST_WORK = 1 << 18, 1 << 22  # elements
 _TINY_MESSAGES = 5
+_LANDING = LandingRule(delay=1, mix=0.0, keeps_progress=True, at_next_meeting=False)
 
 
 @dataclass
@@ -141,31 +146,44 @@ class AutoTuner:
             return None
         if (before := state.rounds.choice) is not None:
             return self._choose_again(state, before, self.settings.auto.last_local_step)
-        mine = [_median(self.meter.steps), _median(self.meter.forwards, default=0.0)]
-        seconds, forward = _gather_all(self.groups, mine).unbind(dim=1)
+        steps, forwards = self.meter.steps, self.meter.forwards
+        mine = [_median(steps), _median(forwards, default=0.0), statistics.pstdev(steps or [0.0])]
+        seconds, forward, jitter = _gather_all(self.groups, mine).unbind(dim=1)
         if bool(seconds.isnan().any()):
             reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
             return None
-        return self._choose(state.step, float(seconds.max()), float(forward.min()))
+        known = float(seconds.max()), float(forward.min()), float(jitter.median())
+        setting, measured = self._measure(*known)
+        local_steps = self.settings.auto.last_local_step - state.step
+        return choose(setting, measured, state.step, local_steps)
 
     def _choose_again(self, state: RunState, before: AutoChoice, last_step: int) -> AutoChoice:
         """Choose again. If nothing better is found, or too few steps remain, the settings stay, and
         the time that was observed is expected from now on, so that this does not repeat."""
-        known = [each.exposed for each in state.records if math.isfinite(each.exposed)]
-        observed = min(known, default=before.exposed)
+        observed = statistics.fmean(state.rounds.exposed or [before.exposed])
         choice = replace(before, since=state.step)
         if last_step - state.step >= LEAST_ROUNDS * before.settings.sync_interval:
-            choice = self._choose(state.step, before.measured.step, before.measured.forward)
+            known = before.measured
+            setting, measured = self._measure(known.step, known.forward, known.jitter)
+            measured = calibrated(setting, measured, before.settings, observed)
+            choice = choose(setting, measured, state.step, last_step - state.step)
         is_same = choice.settings == before.settings
         return replace(choice, exposed=observed) if is_same else choice
 
-    def _choose(self, step: int, seconds: float, forward: float) -> AutoChoice:
+    def _measure(
+        self, step: float, forward: float, jitter: float
+    ) -> tuple[AutoSetting, Measurement]:
+        """Measure links and local work; the arguments, see `Measurement`, are known.
+
+        Collective: all ranks of all replicas.
+        """
         groups, rules = self.groups, self.settings.auto
         assert rules is not None, "settings without rules for a choice"
         rate, latency = measure_links(groups)
         numels = self.unit_numels[self.unit_numels.sum(dim=1).argmax()].tolist()
         wires = list(WIRE_LOSS) if "sync_dtype" in rules.open else [rules.given.sync_dtype]
-        mine = [_work_per_element(wire, groups) for wire in wires]
+        numel = min(max(int(self.unit_numels.max()), _LEAST_WORK), _MOST_WORK)
+        mine = [_work_per_element(wire, numel, groups) for wire in wires]
         work = _gather_all(groups, mine).max(dim=0).values.tolist()
         size, moments = groups.sync.size, self.settings.moments
 
@@ -175,10 +193,10 @@ class AutoTuner:
 
         setting = AutoSetting(
             rules.given, rules.open, rules.target, tuple(map(int, numels)), payload,
-            self.settings.depth,
+            self.settings.depth, size,
         )  # fmt: skip
-        measured = Measurement(seconds, forward, rate, latency, dict(zip(wires, work, strict=True)))
-        return choose(setting, measured, step, rules.last_local_step - step)
+        work_by_wire = dict(zip(wires, work, strict=True))
+        return setting, Measurement(step, forward, rate, latency, work_by_wire, jitter)
 
 
 def measure_links(groups: EngineGroups) -> tuple[float, float]:
@@ -213,33 +231,41 @@ def _seconds_of(groups: EngineGroups, values: Tensor) -> float:
     return time.monotonic() - began
 
 
-def _work_per_element(name: str, groups: EngineGroups) -> float:
+def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
     """Seconds per element of a sync's local work on this rank, in a wire type.
 
-    Addend, norm, encoding, decoding, outer step and landing, of values in memory.
+    Addend, norms, encoding, decoding, outer step, landing after a delay, and digests.
+
+    Args:
+        name: of the wire type.
+        numel: of a unit; a large one is not in a cache, as in the training.
+        groups: the communication groups.
     """
     wire, size, device = Wire.of(name), groups.sync.size, groups.sync.device
     # Not random numbers, which would change those of the training.
     values, anchor, momentum = (
-        torch.linspace(-1, end, _WORK_NUMEL, device=device) for end in (1.0, 2.0, 3.0)
+        torch.linspace(-1, end, numel, device=device) for end in (1.0, 2.0, 3.0)
     )
-    residual = wire.new_residual(_WORK_NUMEL, size, device) if wire.has_residual else None
-    best = math.inf
+    residual = wire.new_residual(numel, size, device) if wire.has_residual else None
+    found: list[float] = []
     for _ in range(3):
         _synchronize(groups)
         began = time.monotonic()
+        snapshot = values.clone()
         addend = torch.sub(anchor, values)
-        float(addend.norm())
+        sum_of_squares(addend)
         if (codec := wire.codec) is not None:
             sent = None if residual is None else residual.sent
             data = codec.encode(addend, residual=sent)  # the addends, and then the sum of a chunk
             codec.add_decoded(data, addend)
             codec.decode(data, addend)
+        sum_of_squares(addend)
         Nesterov(USUAL_LR, USUAL_MOMENTUM).step_(anchor, momentum, addend, clip=1.0, inner_lr=0.0)
-        values.copy_(anchor)
+        values.copy_(_LANDING.merge_(values.clone(), anchor, snapshot))
+        tensor_digest([anchor, momentum])
         _synchronize(groups)
-        best = min(best, time.monotonic() - began)
-    return best / _WORK_NUMEL
+        found.append(time.monotonic() - began)
+    return statistics.median(found) / numel
 
 
 def _gather_all(groups: EngineGroups, mine: Sequence[float]) -> Tensor:

@@ -9,9 +9,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from statistics import NormalDist, fmean
 from typing import Any
 
-from megatron_edit.method.cost import MEETING_MESSAGES, Cost, UnitExchange, round_cost
+from megatron_edit.method.cost import (
+    MEETING_MESSAGES,
+    Cost,
+    UnitExchange,
+    gaps_of_round,
+    round_cost,
+)
 from megatron_edit.method.expected_loss import DELAYED_MOMENTUM, WIRE_LOSS, expected_loss
 from megatron_edit.method.outer_presets import outer_preset
 
@@ -20,7 +27,8 @@ INTERVALS = (8, 16, 32, 64, 128, 256)
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
 SHARE_STEP = 0.01  # predictions are not better than this
 MESSAGES_PER_EXCHANGE = 2  # that wait for one another
-PATIENCE = 3  # syncs in a row that leave the prediction before the settings are chosen again
+PATIENCE = 3  # syncs that leave the prediction before the settings are chosen again
+LEAST_PATIENCE = 2  # rounds, with fragments
 FACTOR = 2.0  # by which they leave it
 
 
@@ -46,6 +54,7 @@ class Measurement:
         rate: bytes per second that a rank sends to other replicas while all ranks do.
         latency: seconds until a message of another replica has arrived.
         work: seconds per element of the local work of a sync, by wire type.
+        jitter: standard deviation of the seconds of a step: what replicas wait for one another.
     """
 
     step: float
@@ -53,6 +62,7 @@ class Measurement:
     rate: float
     latency: float
     work: Mapping[str, float]
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class AutoChoice:
     Attributes:
         settings: see `SyncSettings`.
         share: speed, as a share of that without syncs.
-        exposed: seconds that a sync of one fragment adds, without its meeting.
+        exposed: seconds that a sync of one fragment adds, without its meeting; the mean of a round.
         loss: relative increase of the final loss over stock DDP, by tables of small models.
         since: the step after which they are used.
         measured: see `Measurement`.
@@ -82,13 +92,14 @@ class AutoChoice:
             source: where the values of `measured` are from.
         """
         chosen, measured = self.settings, self.measured
+        jitter = f" (+- {_shown(measured.jitter)})" if measured.jitter else ""
         return (
             f"--edit-auto after step {self.since}: tau {chosen.sync_interval}, "
             f"{chosen.sync_dtype}, fragments {chosen.fragments}, delay {chosen.delay_steps}, "
             f"nu {chosen.outer_lr:g}, mu_o {chosen.outer_momentum:g}",
             f"--edit-auto expects {self.share:.3f} of the speed without syncs, and a loss "
             f"{self.loss:+.1%} over stock DDP (as for small models)",
-            f"--edit-auto {source}: a step {_shown(measured.step)}, forward pass "
+            f"--edit-auto {source}: a step {_shown(measured.step)}{jitter}, forward pass "
             f"{_shown(measured.forward)}, {measured.rate / 1e6:.3g} MB/s from each rank to other "
             f"replicas, latency {_shown(measured.latency)}",
         )
@@ -126,6 +137,7 @@ class AutoSetting:
             order.
         payload: bytes that a rank sends in an exchange of so many elements in a wire type.
         depth: most units in flight in the forward pass; 1 where syncs block.
+        num_replicas: N.
     """
 
     given: SyncSettings
@@ -134,6 +146,7 @@ class AutoSetting:
     unit_numels: tuple[int, ...]
     payload: Callable[[int, str], int]
     depth: int
+    num_replicas: int
 
 
 def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: int) -> AutoChoice:
@@ -168,26 +181,71 @@ def predict(
     cost = _cost(setting, measured, settings)
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
-    return AutoChoice(settings, cost.share_of_ideal, exposed, _loss(settings), step, measured)
+    waits = _waits(settings, measured.jitter, setting.num_replicas)
+    share = cost.round / (cost.round + cost.exposed + waits)
+    return AutoChoice(settings, share, exposed, _loss(settings), step, measured)
+
+
+def _waits(settings: SyncSettings, jitter: float, num_replicas: int) -> float:
+    """Seconds in a round that a replica waits at meetings for the slowest one, on average.
+
+    The times of n steps have a standard deviation of sqrt(n) times that of one; the largest of N
+    normal values is beyond the mean by about this quantile (Blom 1958).
+    """
+    quantile = NormalDist().inv_cdf((num_replicas - 0.375) / (num_replicas + 0.25))
+    return quantile * jitter * math.sqrt(settings.sync_interval * settings.fragments)
 
 
 def _loss(settings: SyncSettings) -> float:
     return expected_loss(settings.sync_interval, settings.sync_dtype, settings.delay_steps)
 
 
-def leaves_prediction(choice: AutoChoice, exposed: float, target: float) -> bool:
-    """Whether the time that a sync added leaves the prediction by a factor of two, in either
-    direction. Less than what the target allows is not told from nothing.
+def num_judged(choice: AutoChoice) -> int:
+    """How many syncs tell whether the prediction of a choice is left: `PATIENCE`, or more in whole
+    rounds, as some fragments are larger than others."""
+    fragments = choice.settings.fragments
+    return fragments * (PATIENCE if fragments == 1 else LEAST_PATIENCE)
+
+
+def leaves_prediction(choice: AutoChoice, exposed: Sequence[float], target: float) -> bool:
+    """Whether the time that syncs added leaves the prediction by a factor of two, in either
+    direction, in each of the last rounds. Less than what the target allows is not told from
+    nothing.
 
     Args:
         choice: that is in use.
-        exposed: seconds that training waited for a sync of one fragment.
+        exposed: seconds that training waited for each of the last `num_judged` syncs, each of one
+            fragment; with fewer the prediction is not left.
         target: share of the speed without syncs that was to be reached.
     """
-    settings = choice.settings
-    allowed = (1 - target) * settings.sync_interval * choice.measured.step / settings.fragments
-    is_longer = exposed > FACTOR * max(choice.exposed, allowed)
-    return is_longer or (choice.exposed > allowed and exposed * FACTOR < choice.exposed)
+    settings, count = choice.settings, choice.settings.fragments
+    allowed = (1 - target) * settings.sync_interval * choice.measured.step / count
+    rounds = [fmean(exposed[at : at + count]) for at in range(0, len(exposed), count)]
+    if len(exposed) < num_judged(choice):
+        return False
+    if min(rounds) > FACTOR * max(choice.exposed, allowed):
+        return True
+    return choice.exposed > allowed and max(rounds) * FACTOR < choice.exposed
+
+
+def calibrated(
+    setting: AutoSetting, measured: Measurement, settings: SyncSettings, exposed: float
+) -> Measurement:
+    """The measurement, with more local work if syncs add more time than is expected of it: they
+    work beside the training, on memory that is not in a cache, and not alone as when measured.
+
+    Args:
+        setting: see `AutoSetting`.
+        measured: with the links as they are now.
+        settings: in use.
+        exposed: seconds that a sync of one fragment was observed to add.
+    """
+    work = measured.work[settings.sync_dtype] * sum(setting.unit_numels) / settings.fragments
+    more = exposed - predict(setting, measured, settings, 0).exposed
+    if more <= 0 or work <= 0:
+        return measured
+    factor = 1 + more / work
+    return replace(measured, work={wire: factor * each for wire, each in measured.work.items()})
 
 
 def _shown(seconds: float) -> str:
@@ -240,11 +298,11 @@ def _cost(setting: AutoSetting, measured: Measurement, settings: SyncSettings) -
         )
         for place, numel in enumerate(numels)
     ]
+    interval = settings.sync_interval
     return round_cost(
         exchanges,
-        fragments=settings.fragments,
+        gaps=gaps_of_round(interval * measured.step, settings.fragments, interval),
         depth=setting.depth,
         head_start=settings.delay_steps * measured.step,
-        length=settings.sync_interval * measured.step,
         latency=measured.latency,
     )

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 WORK_BEFORE_EXCHANGE = 0.3  # share of the local work before the exchange: norms, addends
 MEETING_MESSAGES = 2  # that wait for one another
@@ -101,49 +102,62 @@ def exposed_of_round(
     *,
     depth: int,
     head_start: float,
-    length: float,
+    gaps: Sequence[float],
     burst: float,
 ) -> float:
     """Return the seconds that the syncs of a round add to it, in the steady state.
 
     Args:
-        groups: units that sync together, in forward order; the groups sync at equal intervals.
+        groups: units that sync together, in forward order.
         depth: most units in flight.
         head_start: seconds of training between start and landing of a group.
-        length: seconds of training of a round.
+        gaps: seconds of training from the start of each group to that of the next; together a
+            round.
         burst: seconds of exchange that a shaped link sends at once after it was idle.
     """
-    spacing = length / len(groups)
-    # A group lands before the start of the group that is this many later.
-    at_once = max(1, math.ceil(head_start / spacing - 1e-9))
-    in_flight: deque[tuple[Sequence[UnitExchange], float, float]] = deque()
+    in_flight: deque[tuple[Sequence[UnitExchange], float, float, float]] = deque()
     exposed: list[float] = []
     stalled = busy = 0.0  # exposed so far; seconds of queued work on the link
-    for number in range(ROUNDS * len(groups) + at_once):
+    now, number = 0.0, 0  # seconds of training; the group that starts now
+    while len(exposed) < ROUNDS * len(groups):
         before = stalled
-        if len(in_flight) == at_once:
-            exchanges, queued, then = in_flight.popleft()
+        while in_flight and in_flight[0][3] + head_start <= now + 1e-9:
+            exchanges, queued, then, _ = in_flight.popleft()
             head = head_start + stalled - then  # the link is busy while training waits
             exposed.append(
                 exposed_seconds(exchanges, depth=depth, head_start=head, queued=queued, burst=burst)
             )
             stalled += exposed[-1]
-        busy = max(0.0, busy - spacing - (stalled - before))
-        exchanges = groups[number % len(groups)]
-        in_flight.append((exchanges, busy, stalled))
-        busy += sum(exchange.wire for exchange in exchanges)
+        busy = max(0.0, busy - (stalled - before))
+        exchanges, gap = groups[number % len(groups)], gaps[number % len(groups)]
+        in_flight.append((exchanges, busy, stalled, now))
+        busy = max(0.0, busy + sum(exchange.wire for exchange in exchanges) - gap)
+        now, number = now + gap, number + 1
     # What the link cannot carry within a round makes the rounds longer in the long run.
     carried = sum(exchange.wire for exchanges in groups for exchange in exchanges)
-    return max(sum(exposed[-len(groups) :]), carried - length)
+    return max(sum(exposed[-len(groups) :]), carried - sum(gaps))
+
+
+def gaps_of_round(length: float, fragments: int, steps: int = 0) -> list[float]:
+    """Seconds of training between the starts of fragments, [F]; see `exposed_of_round`.
+
+    Args:
+        length: of a round, in seconds.
+        fragments: F.
+        steps: of a round, to whose ends the starts are rounded (`method.schedule`); 0 where that is
+            not known.
+    """
+    parts = steps or fragments
+    starts = [group * parts // fragments for group in range(fragments + 1)]
+    return [length * (after - start) / parts for start, after in pairwise(starts)]
 
 
 def round_cost(
     exchanges: Sequence[UnitExchange],
     *,
-    fragments: int,
+    gaps: Sequence[float],
     depth: int,
     head_start: float,
-    length: float,
     latency: float = 0.0,
     burst: float = 0.0,
 ) -> Cost:
@@ -151,13 +165,13 @@ def round_cost(
 
     Args:
         exchanges: of all units, in forward order.
-        fragments: groups of units that sync at equal intervals; unit i is of group i mod F.
+        gaps: see `gaps_of_round`; unit i is of group i mod F.
         depth: most units in flight where units land in the forward pass; else 1.
         head_start: seconds of training between start and landing of a group.
-        length: seconds of training of a round.
         latency: seconds until a message has arrived.
         burst: seconds of exchange that a shaped link sends at once after it was idle.
     """
+    fragments = len(gaps)
     groups = [
         [f if number % fragments == group else UnitExchange(0.0, 0.0, f.forward)
          for number, f in enumerate(exchanges)]
@@ -167,13 +181,13 @@ def round_cost(
         groups,
         depth=depth if fragments == 1 else len(exchanges),
         head_start=head_start,
-        length=length,
+        gaps=gaps,
         burst=burst,
     )
     return Cost(
         exchange=sum(exchange.wire for exchange in exchanges),
         work=sum(exchange.work for exchange in exchanges),
         exposed=exposed + MEETING_MESSAGES * latency * fragments,
-        round=length,
+        round=math.fsum(gaps),
         longest=max(sum(exchange.wire for exchange in group) for group in groups),
     )

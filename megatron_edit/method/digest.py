@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # elements hashed at once: bounds the scratch at 16 MiB
+# Elements hashed at once: on the CPU so few that the scratch stays in a cache, elsewhere so many
+# that few kernels are launched, with a scratch of 8 MiB.
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 20
 _MIX = 0x9E3779B97F4A7C15  # odd; golden-ratio constant of splitmix64
 _MASK = (1 << 64) - 1
 
@@ -15,21 +18,23 @@ _MASK = (1 << 64) - 1
 def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
     """Digest of fp32 tensors in order: an int64 scalar on their device.
 
-    The sum of the bit patterns with odd, position-dependent factors modulo 2^64: it depends on the
-    order, and any single changed element changes it. Does not block the host: the digest is read
-    where digests are compared, which is never inside a forward pass.
+    The sum of the bit patterns with odd, position-dependent factors modulo 2^64, (2 i + 1) `_MIX`
+    of element i: it depends on the order, and any single changed element changes it. Does not block
+    the host: the digest is read where digests are compared, which is never inside a forward pass.
     """
     total: Tensor | None = None
     start = 0
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int32)
-        for chunk in bits.split(_CHUNK):
-            index = torch.arange(start, start + chunk.numel(), device=chunk.device)
-            factors = (index * 2 + 1) * _signed(_MIX) | 1
-            part = (chunk.to(torch.int64) * factors).sum()
+        size = _CPU_CHUNK if bits.device.type == "cpu" else _CHUNK
+        for chunk in bits.split(size):
+            values = chunk.to(torch.int64)
+            plain = values.sum()
+            part = values.mul_(_odd_numbers(size, bits.device)[: len(values)]).sum()
+            part += plain * (2 * start)
             total = part if total is None else total + part
-            start += chunk.numel()
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+            start += len(values)
+    return torch.zeros((), dtype=torch.int64) if total is None else total * _signed(_MIX)
 
 
 def combine(digests: Sequence[int]) -> int:
@@ -44,6 +49,12 @@ def combine(digests: Sequence[int]) -> int:
 def as_hex(digest: int) -> str:
     """Format a digest as sixteen hexadecimal digits."""
     return f"{digest & _MASK:016x}"
+
+
+@cache
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """1, 3, 5, ..., int64 [count]."""
+    return torch.arange(count, device=device) * 2 + 1
 
 
 def _signed(value: int) -> int:

@@ -27,6 +27,7 @@ from megatron_edit.method.auto import (
     AutoSetting,
     Measurement,
     SyncSettings,
+    calibrated,
     choose,
     leaves_prediction,
     predict,
@@ -58,6 +59,7 @@ def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: obje
         unit_numels=units,
         payload=lambda numel, wire: math.ceil(BYTES[wire] * numel),
         depth=1,
+        num_replicas=2,
     )
 
 
@@ -189,6 +191,20 @@ def test_latency_counts_at_meetings_and_exchanges() -> None:
     assert plain.share == pytest.approx(USUAL.sync_interval / (USUAL.sync_interval + 0.4))
 
 
+def test_replicas_wait_for_slowest() -> None:
+    """Steps of 1 +- 0.1 s, 16 in each of 4 parts of a round: 0.4 s a meeting, of which the largest
+    of two is about 0.59 beyond the mean. More replicas wait longer, and one does not wait."""
+    at = dataclasses.replace(measured(math.inf), jitter=0.1)
+    used = dataclasses.replace(USUAL, sync_interval=64, fragments=4)
+    rules = setting(units=(1,) * 4)
+    found = [
+        predict(dataclasses.replace(rules, num_replicas=count), at, used, 0).share
+        for count in (1, 2, 8)
+    ]
+    assert found[0] == 1.0 and found[1] == pytest.approx(64 / (64 + 4 * 0.4 * 0.59), abs=1e-4)
+    assert found[2] == pytest.approx(64 / (64 + 4 * 0.4 * 1.43), abs=1e-3)
+
+
 # ---- leaving a prediction
 
 
@@ -206,7 +222,35 @@ def test_prediction_is_left_by_factor_of_two(
     """Rounds of 10 s with two fragments at a target of 0.9: 0.5 s a sync are allowed."""
     used = dataclasses.replace(USUAL, sync_interval=10, fragments=2)
     choice = AutoChoice(used, 0.9, predicted, 0.0, 20, measured(100))
-    assert leaves_prediction(choice, exposed, 0.9) is leaves
+    # Fragments of unequal size: the mean of a round counts.
+    syncs = [0.5 * exposed, 1.5 * exposed] * 2
+    assert leaves_prediction(choice, syncs, 0.9) is leaves
+    assert not leaves_prediction(choice, syncs[1:], 0.9), "too few syncs"
+    usual = [0.5 * predicted, 1.5 * predicted]
+    assert not leaves_prediction(choice, [*usual, *syncs[2:]], 0.9), "one round only"
+
+
+def test_three_syncs_leave_prediction_without_fragments() -> None:
+    """Rounds of 10 s at a target of 0.9: 1 s is allowed. Not in opposite directions."""
+    used = dataclasses.replace(USUAL, sync_interval=10)
+    choice = AutoChoice(used, 0.9, 1.5, 0.0, 20, measured(100))
+    assert leaves_prediction(choice, [3.1, 9.0, 3.1], 0.9)
+    assert leaves_prediction(choice, [0.1, 0.2, 0.7], 0.9)
+    for syncs in ([3.1, 9.0], [3.1, 3.0, 3.1], [0.1, 9.0, 0.1]):
+        assert not leaves_prediction(choice, syncs, 0.9)
+
+
+def test_work_is_calibrated_by_observed_syncs() -> None:
+    """Two fragments of a unit each of 100 elements, work of 0.01 s an element: a sync is expected
+    to add 1 s of work and 1 s of exchange in int8; it adds 5 s, so work is four times as much."""
+    rules = setting(units=(100, 100))
+    used = dataclasses.replace(USUAL, sync_dtype=INT8, fragments=2)
+    at = dataclasses.replace(measured(200), work=dict.fromkeys(BYTES, 0.01))
+    assert predict(rules, at, used, 0).exposed == pytest.approx(2)
+    found = calibrated(rules, at, used, 5.0)
+    assert found.work == pytest.approx(dict.fromkeys(BYTES, 0.04))
+    assert predict(rules, found, used, 0).exposed == pytest.approx(5)
+    assert calibrated(rules, at, used, 1.9) == at
 
 
 # ---- JSON and text

@@ -91,7 +91,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         settings=draw(st.dictionaries(st.text(max_size=4), st.none() | WHOLE, max_size=2)),
         loss_history={"mean": draw(st.lists(REAL, **table))},
         choice=draw(st.none() | st.dictionaries(st.text(max_size=4), WHOLE | REAL, max_size=2)),
-        num_deviating=draw(WHOLE),
+        exposed=tuple(draw(st.lists(REAL, max_size=3))),
+        leaves_prediction=draw(st.booleans()),
     )
 
 
@@ -236,7 +237,7 @@ SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
 SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history", "common_steps"}
 SINCE_VERSION_5 = {"members", "digest"}
-SINCE_VERSION_6 = {"choice", "num_deviating", "gradient_wire"}
+SINCE_VERSION_6 = {"choice", "exposed", "leaves_prediction", "gradient_wire"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
     *SINCE_VERSION_3, *SINCE_VERSION_4, *SINCE_VERSION_5, *SINCE_VERSION_6,

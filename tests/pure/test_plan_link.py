@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
-from megatron_edit.method.cost import UnitExchange, exposed_of_round
+from megatron_edit.method.cost import UnitExchange, exposed_of_round, gaps_of_round, round_cost
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
 from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
@@ -80,8 +81,9 @@ def exchanges(*wires: float) -> list[list[UnitExchange]]:
 
 
 def exposed(groups: list[list[UnitExchange]], head_start: float, length: float) -> float:
-    """Exposed seconds of a round of `length` seconds."""
-    return exposed_of_round(groups, depth=1, head_start=head_start, length=length, burst=0.0)
+    """Exposed seconds of a round of `length` seconds, whose syncs begin at equal intervals."""
+    gaps = [length / len(groups)] * len(groups)
+    return exposed_of_round(groups, depth=1, head_start=head_start, gaps=gaps, burst=0.0)
 
 
 def test_fragment_waits_for_the_link_behind_earlier_ones() -> None:
@@ -93,6 +95,27 @@ def test_fragment_waits_for_the_link_behind_earlier_ones() -> None:
     assert exposed(exchanges(11.0, 11.5, 1.0), 12.0, 30.0) == pytest.approx(0.5)
     # One fragment at a time: none waits for the link.
     assert exposed(exchanges(11.0, 11.5, 1.0), 10.0, 30.0) == pytest.approx(2.5)
+
+
+def test_fragments_begin_at_steps() -> None:
+    """Rounds of 8 steps of a second with three fragments, which begin after 0, 2 and 5 steps and
+    land 2 steps later: exchanges of 3, 2 and 1 s would fit if they began after 0, 2.67 and 5.33.
+
+    The first arrives a second late, at 3; training is at 2, and the second begins: it has the link
+    from then on, and lands in time at 4. The third has 2 s for 1.
+    """
+    wires = [UnitExchange(wire, 0.0, 0.0) for wire in (3.0, 2.0, 1.0)]
+    gaps = gaps_of_round(8.0, 3, 8)
+    assert gaps == [2, 3, 3]
+    options: dict[str, Any] = {"depth": 1, "head_start": 2.0}
+    assert round_cost(wires, gaps=gaps, **options).exposed == pytest.approx(1.0)
+    # With a delay of 3 steps the second waits for the first until 3, and arrives at 5, in time;
+    # of 3.5 s, at 6.5: 1.5 s late. At equal intervals it would begin 0.67 s later.
+    options["head_start"], wires[1] = 3.0, UnitExchange(3.5, 0.0, 0.0)
+    assert round_cost(wires, gaps=gaps, **options).exposed == pytest.approx(1.5)
+    assert round_cost(wires, gaps=gaps_of_round(8.0, 3), **options).exposed == pytest.approx(
+        1.5 - 2 / 3
+    )
 
 
 @settings(max_examples=200, deadline=None)

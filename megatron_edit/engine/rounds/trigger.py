@@ -12,7 +12,6 @@ from typing import Protocol
 from megatron_edit.engine.host import EngineSettings, Host, TimedRounds
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.units import FragmentPlan, Selection
-from megatron_edit.method.auto import PATIENCE
 from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.schedule import Schedule
 
@@ -96,7 +95,7 @@ class StepTrigger:
             due = self.schedule.fragments_after(step, state.round_start, state.rounds.length)
         if not due:
             return None
-        chooses_again = state.rounds.num_deviating >= PATIENCE and not is_last
+        chooses_again = state.rounds.leaves_prediction and not is_last
         if chooses_again:
             due, is_last = range(self.schedule.fragments), True
         units = self.fragments.union(due)

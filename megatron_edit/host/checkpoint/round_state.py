@@ -36,7 +36,8 @@ def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
         "first_loss": rounds.first_loss,
         "members": rounds.members,
         "choice": None if rounds.choice is None else rounds.choice.as_json(),
-        "num_deviating": rounds.num_deviating,
+        "exposed": rounds.exposed,
+        "leaves_prediction": rounds.leaves_prediction,
     }
 
 
@@ -74,7 +75,8 @@ def rounds_of(
         first_loss=manifest.first_loss if continues else None,
         members=manifest.members if continues else (),
         choice=choice_of(path, manifest),
-        num_deviating=manifest.num_deviating if continues else 0,
+        exposed=manifest.exposed if continues else (),
+        leaves_prediction=manifest.leaves_prediction and continues,
     )
 
 

@@ -13,7 +13,7 @@ from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import BLOCKING
 from megatron_edit.host.settings import landing_of, moments_of
-from megatron_edit.method.cost import Cost, UnitExchange, round_cost
+from megatron_edit.method.cost import Cost, UnitExchange, gaps_of_round, round_cost
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout, baseline_bytes
 from megatron_edit.tools.plan.job import Job
@@ -177,12 +177,12 @@ def sync_cost(
     head_start = min(config.delay_steps * setting.step, round_seconds)
     if landing.at_next_meeting:
         head_start = round_seconds
+    steps = 0 if STRATEGIES[config.strategy].is_timed else config.sync_interval
     return round_cost(
         _exchanges(job, config, setting, hides=overlaps),
-        fragments=config.fragments,
+        gaps=gaps_of_round(round_seconds, config.fragments, steps),
         depth=config.prefetch_units if overlaps else 1,
         head_start=0.0 if blocks else head_start,
-        length=round_seconds,
         latency=setting.link.latency,
         burst=setting.link.burst_seconds,
     )
