@@ -47,7 +47,7 @@ TIMED_STEP_SECONDS = 0.12  # sets A-EDiT's interval: a round lasts tau such step
 BLOCKING, OVERLAP = "blocking", "overlap"
 
 AUTO = "auto"
-AUTO_WARMUP_STEPS, AUTO_LIMITED_FROM = 24, 16  # the limit of the link begins within the warm-up
+AUTO_WARMUP_STEPS, AUTO_LIMITED_FROM = 27, 24  # the limit of the link begins within the warm-up
 AUTO_LONGEST = 64  # tau, for which there are enough steps
 
 TORCHFT_DILOCO, TORCHFT_STREAMING = "torchft-diloco", "torchft-streaming"
@@ -217,7 +217,7 @@ class Job:
         if self.kind in STOCKS:
             return self._stock_window(rate)
         if self.kind == AUTO:
-            first = AUTO_WARMUP_STEPS + 2 * AUTO_LONGEST
+            first = AUTO_LIMITED_FROM + 2 * AUTO_LONGEST
             last = first + 2 * AUTO_LONGEST * self.rounds
             return Window(first, last, 8, last + 8)
         return Window.of_rounds(self.tau, self.rounds)
