@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed."""
     args = parse(argv)
     model = Model(num_layers=args.layers, hidden_size=args.hidden_size, seq_length=args.seq_length)
-    base = Job(IDEAL, model, args.hosts, args.tau, args.rounds, args.stock_seconds)
+    base = Job(IDEAL, model, args.hosts, args.tau, args.rounds, args.stock_seconds, args.falls_to)
     try:
         has_rivals = any(kind in RIVALS for kind in args.kinds)
         rival = rival_versions(args.torchft_python) if has_rivals else {}
@@ -90,6 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "torchft-python": (sys.executable, "interpreter that has torchft, for its modes"),
         "links": ("none,1e9,100e6,20e6", "bits per second"),
         "latency": (0.0, "seconds until a message has arrived, on all links"),
+        "falls-to": ("", "rate of all links from the first measured iteration on"),
         "rounds": (2, "rounds measured in a run"),
         "tau": (40, "sync interval"),
         "hosts": (2, "number of hosts, each a replica of one rank"),
@@ -104,6 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--without-stock", action="store_true", help="the same as --stock ''")
     args = parse_quick(parser, argv, QUICK)
     args.links = parse_links(args.links)
+    args.falls_to = parse_links(args.falls_to)[0] if args.falls_to else None
     modes = args.modes.split(",")
     stock = [] if args.without_stock else split_commas(args.stock)
     known = [OVERLAP, BLOCKING, AUTO, *variants(args.tau), *RIVALS]

@@ -183,6 +183,8 @@ class Job:
         tau: sync interval of EDiT and torchft.
         rounds: number of measured rounds.
         stock_seconds: approximate measured time of stock Megatron.
+        falls_to: rate of the links from the first measured iteration on, in bits per second; None
+            for that of the run.
     """
 
     kind: str
@@ -191,6 +193,7 @@ class Job:
     tau: int
     rounds: int
     stock_seconds: float
+    falls_to: float | None = None
 
     @property
     def tokens_per_iteration(self) -> int:

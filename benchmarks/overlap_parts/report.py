@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from frame.gpt import Link, link_name
 from frame.page import ALL, Column, Spread, draw_bars, picture, table_of
@@ -22,6 +22,8 @@ from megatron_edit.flags import flag
 
 from .kinds import AUTO, IDEAL, RIVALS, STOCK, STOCK_INSTANCES, STOCKS, sends_all_at_once, variants
 from .runs import Measurement
+
+ADAPTING_SYNCS = 5  # within which `--edit-auto` has new settings where a link changes
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Row:
         step_bytes: sent by a host in a step, mean over the measured steps, with headers.
         hidden_limit: share of the ideal if these bytes were hidden as far as possible; stock only.
         expected: share of the ideal that the last choice of `--edit-auto` expects.
+        later: share of the ideal after `ADAPTING_SYNCS` syncs; EDiT only, where that many and more
+            were measured.
     """
 
     rate: float | None
@@ -61,6 +65,7 @@ class Row:
     step_bytes: Spread | None
     hidden_limit: Spread | None
     expected: Spread | None
+    later: Spread | None
 
 
 def exact_limit(*, round_seconds: float, exchange: float, forward: float) -> float:
@@ -124,11 +129,19 @@ class Analysis:
                 [x for m in runs if kind in STOCKS and (x := self._hidden_limit(m))]
             ),
             expected=Spread.of([m.choices[-1]["share"] for m in runs if m.choices]),
+            later=Spread.of([x for m in runs if (x := self._later(m))]),
         )  # fmt: skip
 
     def _ratio(self, run: Measurement, other_kind: str) -> float | None:
         other = self._runs.get((other_kind, run.rate, run.repeat))
         return run.tokens_per_second / other.tokens_per_second if other else None
+
+    def _later(self, run: Measurement) -> float | None:
+        ideal = self._runs.get((IDEAL, run.rate, run.repeat))
+        seconds = run.seconds_after(ADAPTING_SYNCS)
+        if ideal is None or not seconds:
+            return None
+        return self._tokens / ideal.tokens_per_second / fmean(seconds)
 
     def _lost(self, run: Measurement) -> float | None:
         ideal = self._runs.get((IDEAL, run.rate, run.repeat))
@@ -184,6 +197,7 @@ COLUMNS = (
     Column("tokens/s", "tokens_per_second", "{:.0f}"),
     Column("of ideal", "of_ideal", "{:.3f}", of=ALL),
     Column("expected", "expected", "{:.3f}"),
+    Column(f"after {ADAPTING_SYNCS} syncs", "later", "{:.3f}"),
     Column("limit", lambda row: row.limit if row.of_limit else None, "{:.3f}"),
     Column("of limit", "of_limit", "{:.3f}", of=("min", "median")),
     Column("if all hidden", "hidden_limit", "{:.3f}"),

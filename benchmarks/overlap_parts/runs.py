@@ -59,6 +59,11 @@ class Measurement:
     exit_codes: list[int]
     choices: list[dict[str, Any]] = field(default_factory=list)
 
+    def seconds_after(self, num_syncs: int) -> list[float]:
+        """Seconds of replica 0's measured steps after so many measured syncs; may be none."""
+        ends = [sync["iteration"] for sync in self.syncs[num_syncs - 1 :]]
+        return self.replica_seconds[ends[0] : self.window.last] if ends else []
+
     @property
     def short(self) -> dict[str, Any]:
         """A row of OUTPUT."""
@@ -183,6 +188,8 @@ class Bench:
             for end in (window.first, window.last):
                 if reached >= end and end not in counts:
                     counts[end] = self._lab.sent_bytes()
+                    if end == window.first and job.falls_to is not None:
+                        self._lab.set_rate(job.falls_to)
                     if end == window.last:
                         self._lab.set_rate(None)  # so that the end is fast
 

@@ -30,6 +30,7 @@ from megatron_edit.method.auto import (
     Measurement,
     calibrated,
     choose,
+    mean_wait,
 )
 from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.expected_loss import WIRE_LOSS
@@ -147,12 +148,13 @@ class AutoTuner:
         if (before := state.rounds.choice) is not None:
             return self._choose_again(state, before, self.settings.auto.last_local_step)
         steps, forwards = self.meter.steps, self.meter.forwards
-        mine = [_median(steps), _median(forwards, default=0.0), statistics.pstdev(steps or [0.0])]
-        seconds, forward, jitter = _gather_all(self.groups, mine).unbind(dim=1)
+        mine = [_median(steps), _median(forwards, default=0.0), float(len(steps))]
+        seconds, forward, counts = _gather_all(self.groups, mine).unbind(dim=1)
         if bool(seconds.isnan().any()):
             reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
             return None
-        known = float(seconds.max()), float(forward.min()), float(jitter.median())
+        last = _gather_all(self.groups, steps[-int(counts.min()) :])
+        known = float(seconds.max()), float(forward.min()), mean_wait(last.tolist())
         setting, measured = self._measure(*known)
         local_steps = self.settings.auto.last_local_step - state.step
         return choose(setting, measured, state.step, local_steps)
@@ -164,15 +166,13 @@ class AutoTuner:
         choice = replace(before, since=state.step)
         if last_step - state.step >= LEAST_ROUNDS * before.settings.sync_interval:
             known = before.measured
-            setting, measured = self._measure(known.step, known.forward, known.jitter)
+            setting, measured = self._measure(known.step, known.forward, known.wait)
             measured = calibrated(setting, measured, before.settings, observed)
             choice = choose(setting, measured, state.step, last_step - state.step)
         is_same = choice.settings == before.settings
         return replace(choice, exposed=observed) if is_same else choice
 
-    def _measure(
-        self, step: float, forward: float, jitter: float
-    ) -> tuple[AutoSetting, Measurement]:
+    def _measure(self, step: float, forward: float, wait: float) -> tuple[AutoSetting, Measurement]:
         """Measure links and local work; the arguments, see `Measurement`, are known.
 
         Collective: all ranks of all replicas.
@@ -193,10 +193,10 @@ class AutoTuner:
 
         setting = AutoSetting(
             rules.given, rules.open, rules.target, tuple(map(int, numels)), payload,
-            self.settings.depth, size,
+            self.settings.depth,
         )  # fmt: skip
         work_by_wire = dict(zip(wires, work, strict=True))
-        return setting, Measurement(step, forward, rate, latency, work_by_wire, jitter)
+        return setting, Measurement(step, forward, rate, latency, work_by_wire, wait)
 
 
 def measure_links(groups: EngineGroups) -> tuple[float, float]:

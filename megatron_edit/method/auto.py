@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any
 
 from megatron_edit.method.cost import (
@@ -54,7 +54,8 @@ class Measurement:
         rate: bytes per second that a rank sends to other replicas while all ranks do.
         latency: seconds until a message of another replica has arrived.
         work: seconds per element of the local work of a sync, by wire type.
-        jitter: standard deviation of the seconds of a step: what replicas wait for one another.
+        wait: seconds that a replica waits for others at a meeting after one step, on average; after
+            n steps sqrt(n) times as long. See `mean_wait`.
     """
 
     step: float
@@ -62,7 +63,7 @@ class Measurement:
     rate: float
     latency: float
     work: Mapping[str, float]
-    jitter: float = 0.0
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,16 @@ class AutoChoice:
             source: where the values of `measured` are from.
         """
         chosen, measured = self.settings, self.measured
-        jitter = f" (+- {_shown(measured.jitter)})" if measured.jitter else ""
         return (
             f"--edit-auto after step {self.since}: tau {chosen.sync_interval}, "
             f"{chosen.sync_dtype}, fragments {chosen.fragments}, delay {chosen.delay_steps}, "
             f"nu {chosen.outer_lr:g}, mu_o {chosen.outer_momentum:g}",
             f"--edit-auto expects {self.share:.3f} of the speed without syncs, and a loss "
             f"{self.loss:+.1%} over stock DDP (as for small models)",
-            f"--edit-auto {source}: a step {_shown(measured.step)}{jitter}, forward pass "
+            f"--edit-auto {source}: a step {_shown(measured.step)}, forward pass "
             f"{_shown(measured.forward)}, {measured.rate / 1e6:.3g} MB/s from each rank to other "
-            f"replicas, latency {_shown(measured.latency)}",
+            f"replicas, latency {_shown(measured.latency)}, a wait for other replicas of "
+            f"{_shown(measured.wait)} after one step",
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -137,7 +138,6 @@ class AutoSetting:
             order.
         payload: bytes that a rank sends in an exchange of so many elements in a wire type.
         depth: most units in flight in the forward pass; 1 where syncs block.
-        num_replicas: N.
     """
 
     given: SyncSettings
@@ -146,7 +146,6 @@ class AutoSetting:
     unit_numels: tuple[int, ...]
     payload: Callable[[int, str], int]
     depth: int
-    num_replicas: int
 
 
 def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: int) -> AutoChoice:
@@ -181,19 +180,27 @@ def predict(
     cost = _cost(setting, measured, settings)
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
-    waits = _waits(settings, measured.jitter, setting.num_replicas)
+    # A round has F meetings, each after tau / F steps.
+    waits = measured.wait * math.sqrt(settings.sync_interval * settings.fragments)
     share = cost.round / (cost.round + cost.exposed + waits)
     return AutoChoice(settings, share, exposed, _loss(settings), step, measured)
 
 
-def _waits(settings: SyncSettings, jitter: float, num_replicas: int) -> float:
-    """Seconds in a round that a replica waits at meetings for the slowest one, on average.
+def mean_wait(seconds: Sequence[Sequence[float]]) -> float:
+    """What ranks would have waited for the slowest one after each step; see `Measurement.wait`.
 
-    The times of n steps have a standard deviation of sqrt(n) times that of one; the largest of N
-    normal values is beyond the mean by about this quantile (Blom 1958).
+    Independent steps let the differences of n steps grow with sqrt(n), and those of a rank that is
+    slow for a while faster: the larger value of single steps and of all together counts.
+
+    Args:
+        seconds: of the same steps on each rank; may be empty.
     """
-    quantile = NormalDist().inv_cdf((num_replicas - 0.375) / (num_replicas + 0.25))
-    return quantile * jitter * math.sqrt(settings.sync_interval * settings.fragments)
+    steps = list(zip(*seconds, strict=True))
+    if not steps:
+        return 0.0
+    single = fmean(max(step) - fmean(step) for step in steps)
+    totals = [sum(rank) for rank in seconds]
+    return max(single, (max(totals) - fmean(totals)) / math.sqrt(len(steps)))
 
 
 def _loss(settings: SyncSettings) -> float:

@@ -59,7 +59,6 @@ def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: obje
         unit_numels=units,
         payload=lambda numel, wire: math.ceil(BYTES[wire] * numel),
         depth=1,
-        num_replicas=2,
     )
 
 
@@ -191,18 +190,20 @@ def test_latency_counts_at_meetings_and_exchanges() -> None:
     assert plain.share == pytest.approx(USUAL.sync_interval / (USUAL.sync_interval + 0.4))
 
 
-def test_replicas_wait_for_slowest() -> None:
-    """Steps of 1 +- 0.1 s, 16 in each of 4 parts of a round: 0.4 s a meeting, of which the largest
-    of two is about 0.59 beyond the mean. More replicas wait longer, and one does not wait."""
-    at = dataclasses.replace(measured(math.inf), jitter=0.1)
+def test_meetings_wait_for_slowest() -> None:
+    """0.1 s after one step, 0.4 s after the 16 of each of 4 parts of a round."""
+    at = dataclasses.replace(measured(math.inf), wait=0.1)
     used = dataclasses.replace(USUAL, sync_interval=64, fragments=4)
-    rules = setting(units=(1,) * 4)
-    found = [
-        predict(dataclasses.replace(rules, num_replicas=count), at, used, 0).share
-        for count in (1, 2, 8)
-    ]
-    assert found[0] == 1.0 and found[1] == pytest.approx(64 / (64 + 4 * 0.4 * 0.59), abs=1e-4)
-    assert found[2] == pytest.approx(64 / (64 + 4 * 0.4 * 1.43), abs=1e-3)
+    found = predict(setting(units=(1,) * 4), at, used, 0)
+    assert found.share == pytest.approx(64 / (64 + 4 * 0.4)) and found.exposed == 0.0
+
+
+def test_wait_is_that_of_steps_or_of_their_sum() -> None:
+    """Alternating steps of 1 and 3 s wait for 1 s each, and not after two of them. A rank that is
+    slower by 2 s in all four steps lets the mean wait 4 s after them: 4 / sqrt(4)."""
+    assert auto.mean_wait([[1, 3, 1, 3], [3, 1, 3, 1]]) == pytest.approx(1)
+    assert auto.mean_wait([[1, 1, 1, 1], [3, 3, 3, 3]]) == pytest.approx(2)
+    assert auto.mean_wait([[1, 5, 2]]) == 0.0 and auto.mean_wait([[], []]) == 0.0
 
 
 # ---- leaving a prediction
@@ -280,7 +281,7 @@ def test_lines_name_settings_and_reasons() -> None:
     assert why.startswith("--edit-auto expects 1.000 of the speed without syncs, and a loss +2.1%")
     assert source == (
         "--edit-auto measured: a step 1 s, forward pass 0 ms, 0.0001 MB/s from each rank to other "
-        "replicas, latency 0 ms"
+        "replicas, latency 0 ms, a wait for other replicas of 0 ms after one step"
     )
 
 

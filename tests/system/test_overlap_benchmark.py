@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import overlap
 import pytest
 from frame.gpt import Link, Model, Window
 from frame.study import read_one
-from overlap_parts.kinds import IDEAL, OVERLAP, STOCK, STOCK_INSTANCES, Job
+from overlap_parts.kinds import AUTO, IDEAL, OVERLAP, STOCK, STOCK_INSTANCES, Job
 from overlap_parts.report import Analysis, draw, markdown
 from overlap_parts.runs import Measurement
 
@@ -104,3 +105,19 @@ def test_instances_send_each_gradient_once_per_step(tmp_path: Path) -> None:
     assert rows["blocking"]["of_instances"]["median"] > 0
     assert json.loads(output.read_text())["study"] == "overlap"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_later_steps_begin_after_some_syncs() -> None:
+    """Replica 0 made 25 steps; syncs after steps 12, 14, ..., 20, with up to step 20 measured."""
+    syncs = [{"iteration": step} for step in range(12, 21, 2)]
+    run = replace(
+        measurement(AUTO, 1.0, 1), syncs=syncs, replica_seconds=[float(step) for step in range(25)]
+    )
+    assert run.seconds_after(3) == [16.0, 17.0, 18.0, 19.0]
+    assert run.seconds_after(5) == run.seconds_after(6) == []
+
+
+def test_link_that_falls_is_parsed() -> None:
+    """A rate, or no change."""
+    assert overlap.parse([*OUTPUT, "--falls-to", "10e6"]).falls_to == 10e6
+    assert overlap.parse(OUTPUT).falls_to is None

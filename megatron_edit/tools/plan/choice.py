@@ -44,7 +44,6 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         unit_numels=largest_rank(job),
         payload=lambda numel, wire: shard_bytes(job, config, wire, numel),
         depth=config.prefetch_units if lands_in_forward(job, config) else 1,
-        num_replicas=job.mesh.num_replicas,
     )
     local_steps = LEAST_ROUNDS * INTERVALS[-1]
     if job.num_iterations is not None:
