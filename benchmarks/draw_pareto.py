@@ -2,8 +2,8 @@
 
     python benchmarks/draw_pareto.py [--output FILE] [--print]
 
-Reads benchmarks/results/convergence.json: runs of four replicas of 1.1 million parameters with Adam,
-960 steps of 8 samples. Each point is the mean over the seeds of one member of a question.
+Reads benchmarks/results/convergence.json: runs of four replicas of 1.1 million parameters with
+Adam, 960 steps of 8 samples. Each point is the mean over the seeds of one member of a question.
 """
 
 from __future__ import annotations

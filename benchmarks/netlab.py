@@ -268,7 +268,11 @@ class Lab:
             for interface in ("lo", INTERFACE):
                 run("ip", "-n", name, "link", "set", interface, "up")
         if self.latency:
-            self._start(self._switch, [sys.executable, _DELAY, str(self.latency), *ports])
+            argv = [sys.executable, _DELAY, str(self.latency), *ports]
+            switch = self._start(self._switch, argv, stdout=subprocess.PIPE, text=True)
+            assert switch.stdout is not None, "the pipe was asked for"
+            if not switch.stdout.readline():
+                raise LabError("the switch with a latency did not start; its error is above")
 
     def _start(
         self, namespace: str, argv: Sequence[str], env: Mapping[str, str] | None = None,

@@ -2,10 +2,10 @@
 
     python netlab_delay.py SECONDS INTERFACE INTERFACE [INTERFACE ...]
 
-Needs root. Runs until it is killed. Each interface leads to one host. Frames are forwarded by the
-address that they are sent to, and to all other interfaces while it is not known. They keep the
-header by which Linux describes segmentation and checksums that are left to the hardware, so that
-connections are as fast as over a bridge.
+Needs root. Prints "ready", and runs until it is killed. Each interface leads to one host. Frames are
+forwarded by the address that they are sent to, and to all other interfaces while it is not known.
+They keep the header by which Linux describes segmentation and checksums that are left to the
+hardware, so that connections are as fast as over a bridge.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 ALL_PROTOCOLS = 3  # ETH_P_ALL of linux/if_ether.h
 # Of linux/if_packet.h.
@@ -25,6 +26,7 @@ SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33  # of asm-generic/socket.h
 OFFLOAD_HEADER_BYTES = 10
 ADDRESS_BYTES = 6
 MAX_FRAME_BYTES = 1 << 17
+FRAMES_AT_ONCE = 64  # from one interface, before others have their turn
 BUFFER_BYTES = 64 << 20
 
 
@@ -53,12 +55,12 @@ class DelayingSwitch:
             self._send_due()
 
     def _receive(self, port: socket.socket) -> None:
-        due = time.monotonic() + self._delay
-        while True:
+        for _ in range(FRAMES_AT_ONCE):
             try:
                 frame = port.recv(MAX_FRAME_BYTES)
             except BlockingIOError:
                 return
+            due = time.monotonic() + self._delay
             target, source = (
                 frame[OFFLOAD_HEADER_BYTES + place * ADDRESS_BYTES :][:ADDRESS_BYTES]
                 for place in range(2)
@@ -73,11 +75,13 @@ class DelayingSwitch:
         while self._waiting and self._waiting[0][0] <= now:
             _, _, frame, ports = heapq.heappop(self._waiting)
             for port in ports:
-                port.send(frame)
+                with suppress(OSError):  # its buffer is full: a switch drops the frame
+                    port.send(frame)
 
 
 def _open(interface: str) -> socket.socket:
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
+    # Without a protocol it receives nothing before `bind`, not even of other interfaces.
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for option in (SO_SNDBUFFORCE, SO_RCVBUFFORCE):
@@ -88,4 +92,6 @@ def _open(interface: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    DelayingSwitch(float(sys.argv[1]), sys.argv[2:]).run()
+    switch = DelayingSwitch(float(sys.argv[1]), sys.argv[2:])
+    print("ready", flush=True)
+    switch.run()

@@ -154,7 +154,9 @@ class AutoTuner:
             reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
             return None
         last = _gather_all(self.groups, steps[-int(counts.min()) :])
-        known = float(seconds.max()), float(forward.min()), mean_wait(last.tolist())
+        # A rank that waits for others of its replica has longer steps than these.
+        shortest = last.unflatten(0, (self.groups.sync.size, -1)).amin(dim=1)
+        known = float(seconds.max()), float(forward.min()), mean_wait(shortest.tolist())
         setting, measured = self._measure(*known)
         local_steps = self.settings.auto.last_local_step - state.step
         return choose(setting, measured, state.step, local_steps)

@@ -30,6 +30,7 @@ MESSAGES_PER_EXCHANGE = 2  # that wait for one another
 PATIENCE = 3  # syncs that leave the prediction before the settings are chosen again
 LEAST_PATIENCE = 2  # rounds, with fragments
 FACTOR = 2.0  # by which they leave it
+MOST_WORK = 4.0  # times the measured local work; more is rather a link that has recovered since
 
 
 @dataclass(frozen=True)
@@ -187,19 +188,19 @@ def predict(
 
 
 def mean_wait(seconds: Sequence[Sequence[float]]) -> float:
-    """What ranks would have waited for the slowest one after each step; see `Measurement.wait`.
+    """What replicas would have waited for the slowest one after each step; see `Measurement.wait`.
 
-    Independent steps let the differences of n steps grow with sqrt(n), and those of a rank that is
-    slow for a while faster: the larger value of single steps and of all together counts.
+    Independent steps let the differences of n steps grow with sqrt(n), and those of a replica that
+    is slow for a while faster: the larger value of single steps and of all together counts.
 
     Args:
-        seconds: of the same steps on each rank; may be empty.
+        seconds: of the same steps on each replica; may be empty.
     """
     steps = list(zip(*seconds, strict=True))
     if not steps:
         return 0.0
     single = fmean(max(step) - fmean(step) for step in steps)
-    totals = [sum(rank) for rank in seconds]
+    totals = [sum(replica) for replica in seconds]
     return max(single, (max(totals) - fmean(totals)) / math.sqrt(len(steps)))
 
 
@@ -251,7 +252,7 @@ def calibrated(
     more = exposed - predict(setting, measured, settings, 0).exposed
     if more <= 0 or work <= 0:
         return measured
-    factor = 1 + more / work
+    factor = min(1 + more / work, MOST_WORK)
     return replace(measured, work={wire: factor * each for wire, each in measured.work.items()})
 
 

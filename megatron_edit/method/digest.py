@@ -54,7 +54,8 @@ def as_hex(digest: int) -> str:
 @cache
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """1, 3, 5, ..., int64 [count]."""
-    return torch.arange(count, device=device) * 2 + 1
+    # Copied from the host, which waits for it: any stream may use it then.
+    return (torch.arange(count) * 2 + 1).to(device)
 
 
 def _signed(value: int) -> int:

@@ -252,6 +252,7 @@ def test_work_is_calibrated_by_observed_syncs() -> None:
     assert found.work == pytest.approx(dict.fromkeys(BYTES, 0.04))
     assert predict(rules, found, used, 0).exposed == pytest.approx(5)
     assert calibrated(rules, at, used, 1.9) == at
+    assert calibrated(rules, at, used, 50.0).work == pytest.approx(found.work), "at most 4 times"
 
 
 # ---- JSON and text
