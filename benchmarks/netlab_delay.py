@@ -2,7 +2,7 @@
 
     python netlab_delay.py SECONDS INTERFACE INTERFACE [INTERFACE ...]
 
-Needs root. Prints "ready", and runs until it is killed. Each interface leads to one host. Frames are
+Needs root. Prints "ready", and runs until killed. Each interface leads to one host. Frames are
 forwarded by the address that they are sent to, and to all other interfaces while it is not known.
 They keep the header by which Linux describes segmentation and checksums that are left to the
 hardware, so that connections are as fast as over a bridge.
