@@ -7,19 +7,16 @@ Reads benchmarks/results/overlap_2cpu_202611.json, delayed_2cpu_202611.json and 
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from frame.gpt import link_name
-from frame.page import Spread, draw_bars, picture
+from frame.page import Spread, draw_bars, draw_or_print, picture
 from frame.study import read_one, read_series
-
-from megatron_edit.tools.cli.common import OneLineParser
 
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results"
@@ -157,23 +154,15 @@ def _draw_loss(axes: Any, found: Sequence[Cost]) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def main() -> int:
-    """Write the picture, or print its numbers."""
-    parser = OneLineParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=TARGET, help="(default: %(default)s)")
-    parser.add_argument("--print", action="store_true", help="print the numbers, draw nothing")
-    args = parser.parse_args()
-    if not args.print:
-        draw(args.output)
-        return 0
+def numbers() -> Iterator[str]:
+    """Yield the numbers of both panels, a line for each bar."""
     for label, by_rate in shares_of_ideal().items():
         for rate, spread in by_rate.items():
-            print(f"{label}; {link_name(rate)}: {spread.median:.4f} "
-                  f"({spread.min:.4f}, {spread.max:.4f})")  # fmt: skip
+            yield (f"{label}; {link_name(rate)}: {spread.median:.4f} "
+                   f"({spread.min:.4f}, {spread.max:.4f})")  # fmt: skip
     for loss, cost in zip(LOSSES, costs(), strict=True):
-        print(f"{loss.runs}: {cost.percent:+.2f} % ({cost.spread:.2f})")
-    return 0
+        yield f"{loss.runs}: {cost.percent:+.2f} % ({cost.spread:.2f})"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    draw_or_print(__doc__, TARGET, draw, numbers)

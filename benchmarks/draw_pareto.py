@@ -9,18 +9,15 @@ Adam, 960 steps of 8 samples. Each point is the mean over the seeds of one membe
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from frame.page import picture
+from frame.page import draw_or_print, picture
 from frame.study import read_one
-
-from megatron_edit.tools.cli.common import OneLineParser
 
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results" / "convergence.json"
@@ -129,22 +126,14 @@ def draw(path: Path) -> None:
         axes.legend(fontsize=8)
 
 
-def main() -> int:
-    """Write the picture, or print its numbers."""
-    parser = OneLineParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=TARGET, help="(default: %(default)s)")
-    parser.add_argument("--print", action="store_true", help="print the numbers, draw nothing")
-    args = parser.parse_args()
-    if not args.print:
-        draw(args.output)
-        return 0
+def numbers() -> Iterator[str]:
+    """Yield a line for each point, with a star if it is one of `front`."""
     best = front(points())
     for point in points():
         mark = " *" if point in best else ""
-        print(f"{point.member}: 1/{point.fewer:.1f}, {point.percent:+.2f} %, "
-              f"{point.seeds} seeds{mark}")  # fmt: skip
-    return 0
+        yield (f"{point.member}: 1/{point.fewer:.1f}, {point.percent:+.2f} %, "
+               f"{point.seeds} seeds{mark}")  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    draw_or_print(__doc__, TARGET, draw, numbers)
