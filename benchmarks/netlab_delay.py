@@ -10,12 +10,11 @@ hardware, so that connections are as fast as over a bridge.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import select
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -42,8 +41,8 @@ class DelayingSwitch:
         self._delay = delay
         self._ports = [_open(name) for name in interfaces]
         self._port_of_address: dict[bytes, socket.socket] = {}
-        self._numbers = itertools.count()  # frames of one time stay in order
-        self._waiting: list[tuple[float, int, bytes, list[socket.socket]]] = []
+        # In the order of their times, as all are delayed alike.
+        self._waiting: deque[tuple[float, bytes, list[socket.socket]]] = deque()
 
     def run(self) -> None:
         """Forward frames for ever."""
@@ -68,12 +67,12 @@ class DelayingSwitch:
             self._port_of_address[source] = port
             known = self._port_of_address.get(target)
             ports = [each for each in self._ports if each is not port] if known is None else [known]
-            heapq.heappush(self._waiting, (due, next(self._numbers), frame, ports))
+            self._waiting.append((due, frame, ports))
 
     def _send_due(self) -> None:
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
-            _, _, frame, ports = heapq.heappop(self._waiting)
+            _, frame, ports = self._waiting.popleft()
             for port in ports:
                 with suppress(OSError):  # its buffer is full: a switch drops the frame
                     port.send(frame)
