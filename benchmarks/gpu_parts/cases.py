@@ -13,6 +13,7 @@ STEPS, LARGE_STEPS, A_EDIT_STEPS = 60, 50, 200
 # Traced from the forward pass of one step until that of another, with one sync in between, which
 # lands in the forward pass of step 41 in overlap mode.
 TRACED = (39, 42)
+RESUME_STEP = 35  # in the middle of a round
 SMALL, LARGE = "small", "large"
 MODELS = {
     SMALL: Model(
@@ -27,6 +28,7 @@ MODELS = {
 # initialized on the CPU, so that they are the same on all devices, and losses are comparable.
 PLAIN = ("use-cpu-initialization", "no-bias-gelu-fusion", "no-persist-layer-norm",
          "no-gradient-accumulation-fusion", "no-masked-softmax-fusion")  # fmt: skip
+DETERMINISTIC = ("deterministic-mode",)
 BF16 = ("--bf16",)
 OVERLAP = ("--edit-sync-mode", "overlap")
 OFFLOAD = (*OVERLAP, "--edit-offload")
@@ -40,6 +42,8 @@ A_EDIT = ("--edit-strategy", "a-edit", "--edit-sync-seconds", "0.5", "--edit-min
 # Mean relative distance from the CPU's losses. On the CPU, bf16 instead of fp32 moves them by 2e-4,
 # int8 instead of fp32 on the wire by 5e-5, a delay of five steps by 2e-2.
 CLOSE, BF16_CLOSE = 0.0005, 0.002
+# Coarse wire types amplify such differences.
+COARSE_CLOSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,11 @@ class Case:
         steps: of the training.
         is_timed: whether replicas sync by time.
         tolerance: largest accepted mean relative distance from the losses of the CPU; None where
-            the losses depend on the clock.
+            the losses depend on the clock, or are only those of the second launch.
         is_traced: whether a sync is traced by torch's profiler.
+        resumes_at: step after which it ends, with a checkpoint, and starts again; 0 for none. The
+            second launch is measured.
+        twin: name of a case with the same parameters after the same syncs, bit for bit.
     """
 
     name: str
@@ -68,6 +75,8 @@ class Case:
     is_timed: bool = False
     tolerance: float | None = BF16_CLOSE
     is_traced: bool = False
+    resumes_at: int = 0
+    twin: str | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -81,10 +90,12 @@ class Case:
 
     @property
     def num_syncs(self) -> int | None:
-        """Expected number of syncs, one at the end included; None where rounds are timed."""
+        """Expected number of syncs of the last launch, one at the end included; None where rounds
+        are timed."""
         if self.is_timed:
             return None
-        return 0 if self.is_stock else math.ceil((self.steps - WARMUP) / TAU)
+        before = max(0, self.resumes_at - WARMUP) // TAU
+        return 0 if self.is_stock else math.ceil((self.steps - WARMUP) / TAU) - before
 
     def flags(self, device: str, log_dir: str) -> list[str]:
         """Return the flags of every rank.
@@ -96,6 +107,7 @@ class Case:
         model = MODELS[self.size]
         words = model.flags(self.num_ranks, train_iters=self.steps, log_interval=1)
         words += flag_words({"lr": 1e-3, "transformer-impl": "local", "edit-device": device}, PLAIN)
+        words += flag_words({}, DETERMINISTIC) if self.size == SMALL else []
         if self.is_stock:
             return [*words, *self.words]
         edit = edit_flags(self.num_replicas, warmup_steps=WARMUP, log_dir=log_dir)
@@ -110,14 +122,32 @@ def small_cases() -> list[Case]:
     return [
         Case("stock", BF16, num_replicas=1),
         Case("blocking", (*BF16, "--edit-sync-mode", "blocking")),
-        Case("overlap", (*BF16, *OVERLAP)),
+        Case("overlap", (*BF16, *OVERLAP), twin="blocking"),
         Case("overlap-fp32", OVERLAP, tolerance=CLOSE),
-        Case("overlap-offload", (*BF16, *OFFLOAD)),
+        Case("overlap-offload", (*BF16, *OFFLOAD), twin="blocking"),
+        Case("resumed", (*BF16, *OVERLAP), tolerance=None, resumes_at=RESUME_STEP, twin="blocking"),
         Case("overlap-int8", (*BF16, *OVERLAP, *INT8)),
         Case("delayed", (*BF16, *DELAYED)),
         Case("delayed-int8", (*BF16, *DELAYED, *INT8)),
         Case("a-edit", (*BF16, *A_EDIT), steps=A_EDIT_STEPS, is_timed=True, tolerance=None),
     ]
+
+
+def cases_of_wires_and_rules() -> list[Case]:
+    """Return small trainings with the other wire types, and with what else a sync can do."""
+    words = (*BF16, *OVERLAP)
+    rules = {
+        "overlap-fragments": ("--edit-fragments", "2"),
+        "overlap-moments": ("--edit-average-moments", "both"),
+        "warmup-int8": ("--edit-warmup-dtype", "int8"),
+    }
+    coarse = {f"overlap-{name}": ("--edit-sync-dtype", name)
+              for name in ("int4", "int2", "ternary", "sign")}  # fmt: skip
+    cases = [Case(name, (*words, *more)) for name, more in rules.items()]
+    blocking = ("--edit-sync-mode", "blocking", "--edit-check-commits")
+    cases += [Case("checked-commits", (*BF16, *blocking), twin="blocking")]
+    return cases + [Case(name, (*words, *more), tolerance=COARSE_CLOSE)
+                    for name, more in coarse.items()]  # fmt: skip
 
 
 def cases_of_several_devices(count: int) -> list[Case]:
@@ -140,18 +170,21 @@ def large_cases() -> list[Case]:
     stock = Case("large-stock", words, LARGE, num_replicas=1, steps=LARGE_STEPS, tolerance=None)
     edit = replace(stock, num_replicas=2)
     blocking, overlap = ("--edit-sync-mode", "blocking"), OVERLAP
+    int2 = ("--edit-sync-dtype", "int2")
     return [
         stock,
         replace(edit, name="large-blocking", words=(*words, *blocking), is_traced=True),
         replace(edit, name="large-overlap", words=(*words, *overlap), is_traced=True),
         replace(edit, name="large-offload", words=(*words, *OFFLOAD)),
+        replace(edit, name="large-delayed", words=(*words, *DELAYED)),
+        replace(edit, name="large-int2", words=(*words, *overlap, *int2), is_traced=True),
     ]
 
 
 def cases_for(device: str, count: int) -> list[Case]:
     """Return all cases that a machine can run, the most important first."""
     large = large_cases() if device == "cuda" else []
-    return small_cases() + cases_of_several_devices(count) + large
+    return small_cases() + cases_of_several_devices(count) + large + cases_of_wires_and_rules()
 
 
 def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:

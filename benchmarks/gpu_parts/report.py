@@ -129,6 +129,9 @@ class Analysis:
         first, wanted = reading.digests[0], case.num_syncs
         if any(each != first for each in reading.digests):
             found.append("replicas differ after a sync")
+        twins = [each.digests[0] for each in self.readings if each.case == case.twin]
+        if any(each[-len(first) :] != first for each in twins):
+            found.append(f"parameters are not those of {case.twin} after a sync")
         if wanted is not None and len(first) != wanted:
             found.append(f"{len(first)} syncs, not {wanted}")
         if wanted is None and len(first) < MIN_SYNCS:

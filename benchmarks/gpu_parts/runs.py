@@ -219,10 +219,11 @@ class Bench:
         apart = self._count == 1
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
             folder = Path(name)
-            ranks = self._ranks(case, folder, apart=apart)
             try:
-                with self._forks.training(case.name, folder, ranks, apart=apart) as training:
-                    training.to_end(lambda: None, limit=limit, poll=POLL_SECONDS)
+                for words in _launches(case, folder):
+                    ranks = self._ranks(case, folder, words, apart=apart)
+                    with self._forks.training(case.name, folder, ranks, apart=apart) as training:
+                        training.to_end(lambda: None, limit=limit, poll=POLL_SECONDS)
                 if case.is_traced:
                     shutil.copy(trace_file(folder), self._beside(f"{case.name}.trace.json.gz"))
                 return read(case, folder, time.monotonic() - began)
@@ -241,15 +242,15 @@ class Bench:
         for path in [*folder.glob("console*.log"), *folder.glob("replica-*.log")]:
             shutil.copy(path, self._beside(f"{case.name}.{path.name}"))
 
-    def _ranks(self, case: Case, folder: Path, *, apart: bool) -> list[Rank]:
-        words = case.flags(self._device, str(folder))
+    def _ranks(self, case: Case, folder: Path, more: Sequence[str], *, apart: bool) -> list[Rank]:
+        words = [*case.flags(self._device, str(folder)), *more]
         own: list[list[str]] = [[] for _ in range(case.num_ranks)]
         if apart and not case.is_stock:  # each rank is a replica
             (self._port,) = free_ports(self._port, 1)
             words += ["--edit-rendezvous", f"127.0.0.1:{self._port}"]
             own = [["--edit-replica-id", str(rank)] for rank in range(case.num_ranks)]
-        return [Rank([*words, *more], self._environment(case, folder, rank), SCRIPT)
-                for rank, more in enumerate(own)]  # fmt: skip
+        return [Rank([*words, *one], self._environment(case, folder, rank), SCRIPT)
+                for rank, one in enumerate(own)]  # fmt: skip
 
     def _environment(self, case: Case, folder: Path, rank: int) -> Mapping[str, str]:
         found = {
@@ -259,6 +260,15 @@ class Bench:
         if case.is_traced and rank == 0:
             found |= {TRACE: str(trace_file(folder)), STEPS: ",".join(map(str, TRACED))}
         return found
+
+
+def _launches(case: Case, folder: Path) -> list[list[str]]:
+    """Return the further flags of each launch: one, or two of which the second resumes."""
+    if not case.resumes_at:
+        return [[]]
+    checkpoints, step = str(folder / "checkpoints"), str(case.resumes_at)
+    save = ["--save", checkpoints, "--save-interval", step]
+    return [[*save, "--exit-interval", step], [*save, "--load", checkpoints]]
 
 
 def trace_file(folder: Path) -> Path:
@@ -278,7 +288,7 @@ def read(case: Case, folder: Path, seconds: float) -> Reading:
     losses = log.losses() if case.is_stock else edit_losses(folder, log)
     syncs = read_syncs(folder)
     steps = step_ms(case, folder, log)
-    if not losses or len(steps) < case.steps or not log.num_parameters:
+    if not losses or len(steps) < case.steps - case.resumes_at or not log.num_parameters:
         found = f"{len(losses)} losses, {len(steps)} steps, {log.num_parameters} parameters"
         raise ValueError(f"too few values: {found}")
     return Reading(
