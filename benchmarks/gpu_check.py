@@ -100,7 +100,8 @@ class Results(Study[Reading]):
     """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        flags = {case.name: case.flags(args.device, "LOG_DIR") for case in args.chosen}
+        cases = cases_for(args.device, args.devices)  # all, so that chosen ones can be resumed
+        flags = {case.name: case.flags(args.device, "LOG_DIR") for case in cases}
         settings = result_settings(args, "chosen", "found", "budget", "reference", "repeats")
         settings |= {"flags": common_flags(flags)}
         super().__init__("gpu_check", args, Reading, settings, args.found.versions)

@@ -19,7 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import (
+    ForkServerContext,
+    ForkServerProcess,
+    SpawnContext,
+    SpawnProcess,
+)
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import ModuleType
@@ -159,9 +164,10 @@ class Forks:
     Args:
         first_port: where to start the search for free ports.
         time_limit: seconds of a training; ranks end themselves some time after it.
-        preload: modules that are imported once, in the process from which all ranks are forked. It
-            never uses a device, so that the forked ranks can.
-        gpus: whether ranks may use the GPUs of this machine.
+        preload: modules that are imported once, in the process from which all ranks are forked.
+        gpus: whether ranks may use the GPUs of this machine. They are then started as new
+            processes: importing torch's compiler looks for GPUs, and CUDA does not work in forks of
+            a process that has done so.
     """
 
     def __init__(
@@ -178,8 +184,12 @@ class Forks:
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["PYTHONPATH"] = _python_path()  # for the forkserver started below
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context: SpawnContext | ForkServerContext
+        if gpus:
+            self._context = multiprocessing.get_context("spawn")
+        else:
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload(list(preload))
 
     @contextmanager
     def training(
@@ -199,7 +209,7 @@ class Forks:
         self._last_port = ports[-1]  # a used port may stay occupied for a while
         done = self._context.Event()
         training = Training(name, folder, done.set)
-        processes: list[ForkServerProcess] = []
+        processes: list[ForkServerProcess | SpawnProcess] = []
         try:
             for number, rank in enumerate(ranks):
                 place = (number, len(ranks)) if one_machine and not apart else (0, 1)
@@ -382,11 +392,11 @@ def _python_path(package: Path = REPOSITORY) -> str:
     return os.pathsep.join(filter(None, paths))
 
 
-def _exit_code_reader(process: ForkServerProcess) -> Callable[[], int | None]:
+def _exit_code_reader(process: ForkServerProcess | SpawnProcess) -> Callable[[], int | None]:
     return lambda: process.exitcode
 
 
-def _kill_group(process: ForkServerProcess) -> None:
+def _kill_group(process: ForkServerProcess | SpawnProcess) -> None:
     """Kill a rank and its children, such as Megatron's checkpoint writers."""
     assert process.pid is not None, "it has been started"
     with suppress(ProcessLookupError, PermissionError):

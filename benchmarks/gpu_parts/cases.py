@@ -61,6 +61,7 @@ class Case:
         tolerance: largest accepted mean relative distance from the losses of the CPU; None where
             the losses depend on the clock, or are only those of the second launch.
         is_traced: whether a sync is traced by torch's profiler.
+        fragments: groups of units that sync at steps of their own.
         resumes_at: step after which it ends, with a checkpoint, and starts again; 0 for none. The
             second launch is measured.
         twin: name of a case with the same parameters after the same syncs, bit for bit.
@@ -75,6 +76,7 @@ class Case:
     is_timed: bool = False
     tolerance: float | None = BF16_CLOSE
     is_traced: bool = False
+    fragments: int = 1
     resumes_at: int = 0
     twin: str | None = None
 
@@ -82,6 +84,11 @@ class Case:
     def num_ranks(self) -> int:
         """Ranks of all replicas."""
         return self.num_replicas * self.ranks
+
+    @property
+    def least_steps(self) -> int:
+        """Fewest steps of replica 0 in the last launch; in timed rounds others may make more."""
+        return self.steps // 2 if self.is_timed else self.steps - self.resumes_at
 
     @property
     def is_stock(self) -> bool:
@@ -95,7 +102,8 @@ class Case:
         if self.is_timed:
             return None
         before = max(0, self.resumes_at - WARMUP) // TAU
-        return 0 if self.is_stock else math.ceil((self.steps - WARMUP) / TAU) - before
+        rounds = math.ceil((self.steps - WARMUP) / TAU) - before
+        return 0 if self.is_stock else rounds * self.fragments
 
     def flags(self, device: str, log_dir: str) -> list[str]:
         """Return the flags of every rank.
@@ -112,6 +120,7 @@ class Case:
             return [*words, *self.words]
         edit = edit_flags(self.num_replicas, warmup_steps=WARMUP, log_dir=log_dir)
         every: dict[str, float | int] = {"edit-digest-interval": 1}
+        every |= {"edit-fragments": self.fragments}
         if not self.is_timed:
             every |= {"edit-sync-interval": TAU} | OUTER
         return [*words, *edit, *flag_words(every), *self.words]
@@ -137,7 +146,6 @@ def cases_of_wires_and_rules() -> list[Case]:
     """Return small trainings with the other wire types, and with what else a sync can do."""
     words = (*BF16, *OVERLAP)
     rules = {
-        "overlap-fragments": ("--edit-fragments", "2"),
         "overlap-moments": ("--edit-average-moments", "both"),
         "warmup-int8": ("--edit-warmup-dtype", "int8"),
     }
@@ -145,6 +153,7 @@ def cases_of_wires_and_rules() -> list[Case]:
               for name in ("int4", "int2", "ternary", "sign")}  # fmt: skip
     cases = [Case(name, (*words, *more)) for name, more in rules.items()]
     blocking = ("--edit-sync-mode", "blocking", "--edit-check-commits")
+    cases += [Case("overlap-fragments", words, fragments=2)]
     cases += [Case("checked-commits", (*BF16, *blocking), twin="blocking")]
     return cases + [Case(name, (*words, *more), tolerance=COARSE_CLOSE)
                     for name, more in coarse.items()]  # fmt: skip

@@ -288,7 +288,7 @@ def read(case: Case, folder: Path, seconds: float) -> Reading:
     losses = log.losses() if case.is_stock else edit_losses(folder, log)
     syncs = read_syncs(folder)
     steps = step_ms(case, folder, log)
-    if not losses or len(steps) < case.steps - case.resumes_at or not log.num_parameters:
+    if not losses or len(steps) < case.least_steps or not log.num_parameters:
         found = f"{len(losses)} losses, {len(steps)} steps, {log.num_parameters} parameters"
         raise ValueError(f"too few values: {found}")
     return Reading(
