@@ -122,7 +122,7 @@ def distance_from_cpu(codec: Codec, device: str, numel: int = CHECKED_NUMEL) -> 
     residual = values.flip(0) * 0.5
 
     def decoded(where: str) -> Tensor:
-        given = {"residual": residual.to(where)} if codec.has_residual else {}
+        given = {"residual": residual.clone().to(where)} if codec.has_residual else {}
         out = torch.zeros(numel, device=where)
         codec.decode(codec.encode(values.to(where), **given), out)
         return out.cpu()

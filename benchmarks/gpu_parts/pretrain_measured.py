@@ -21,17 +21,35 @@ from frame.launch import load_script
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
+SEED = 1234
 MEMORY, TRACE, STEPS = "GPU_CHECK_MEMORY", "GPU_CHECK_TRACE", "GPU_CHECK_STEPS"
 
 
 def main() -> None:
     """Run the training script, and write the peak device memory."""
     script: Any = load_script()
+    from megatron.training import training  # the plugin must be imported first
+
+    training.setup_model_and_optimizer = seeded(training.setup_model_and_optimizer)
     if path := os.environ.get(TRACE):
         first, last = map(int, os.environ[STEPS].split(","))
         script.forward_step = with_trace(script.forward_step, Path(path), first, last)
     script.main()
     Path(os.environ[MEMORY]).write_text(json.dumps(peak_bytes()), encoding="utf-8")
+
+
+def seeded[**P, T](build: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function to seed the CPU's random numbers before.
+
+    On the CPU, Megatron draws some where a GPU has its own, so that parameters would differ.
+    """
+
+    @wraps(build)
+    def seeded_build(*args: P.args, **kwargs: P.kwargs) -> T:
+        torch.default_generator.manual_seed(SEED)
+        return build(*args, **kwargs)
+
+    return seeded_build
 
 
 def with_trace(

@@ -134,11 +134,12 @@ class UnitShard:
 
     def squared_norm(self, flat: Tensor) -> Tensor:
         """Sum of squares over the parameter shards that count, float64 scalar, in their order."""
-        total = torch.zeros((), dtype=torch.float64, device=flat.device)
-        for param, where in zip(self.params, self.slices, strict=True):
-            if param.is_counted:
-                total += sum_of_squares(flat[where])
-        return total
+        counted = (
+            flat[where]
+            for param, where in zip(self.params, self.slices, strict=True)
+            if param.is_counted
+        )
+        return sum_of_squares(flat[:0], *counted)
 
 
 @dataclass(frozen=True)

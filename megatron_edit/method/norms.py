@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-# Elements converted at once: limits the scratch to 8 MiB on the CPU, and to 128 MiB where launches
-# cost more than memory.
-_CHUNK = {"cpu": 1 << 20}
-_CHUNK_ELSEWHERE = 1 << 24
+# Elements that a CPU converts at once: limits the scratch to 8 MiB.
+_CHUNK = 1 << 20
 
 
-def sum_of_squares(values: Tensor) -> Tensor:
-    """Sum of squares of fp32 [n], a float64 scalar on the tensor's device, without overflow.
+def sum_of_squares(*parts: Tensor) -> Tensor:
+    """Sum of squares of one or more fp32 [n] on a device, a float64 scalar there, without overflow.
 
-    The same bits for the same values: the split into chunks depends only on n and the device type.
+    The same bits for the same values: the order depends only on each n and on the type of device.
     """
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(_CHUNK.get(values.device.type, _CHUNK_ELSEWHERE)):
-        total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+    device = parts[0].device
+    if device.type != "cpu":
+        return fused_sum_of_squares(parts)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        of_part = torch.zeros_like(total)
+        for chunk in part.split(_CHUNK):
+            of_part += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+        total += of_part
     return total
+
+
+def fused_sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
+    """The same in a few kernels for all parts, which convert each value as they read it."""
+    # The public `torch.linalg.vector_norm` takes five kernels a part, and a float64 copy.
+    return torch.stack(torch._foreach_norm(list(parts), 2, dtype=torch.float64)).square().sum()
 
 
 def sum_in_rank_order(rows: Tensor) -> Tensor:

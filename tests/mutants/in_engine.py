@@ -289,8 +289,8 @@ ENGINE = (
         id="engine/copies-counted",
         bug="each copy of a parameter enters the norms",
         file="engine/units.py",
-        old="            if param.is_counted:\n",
-        new="            if True:\n",
+        old="            if param.is_counted\n",
+        new="            if True\n",
         test="pure/test_parts.py::test_norm_leaves_out_uncounted_copies",
     ),
     Mutant(
