@@ -30,8 +30,11 @@ def sum_of_squares(*parts: Tensor) -> Tensor:
 
 def fused_sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
     """The same in a few kernels for all parts, which convert each value as they read it."""
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     # The public `torch.linalg.vector_norm` takes five kernels a part, and a float64 copy.
-    return torch.stack(torch._foreach_norm(list(parts), 2, dtype=torch.float64)).square().sum()
+    return torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
 
 
 def sum_in_rank_order(rows: Tensor) -> Tensor:

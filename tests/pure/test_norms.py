@@ -53,6 +53,7 @@ def test_fused_sum_equals_float64() -> None:
     for total in (fused_sum_of_squares(parts), sum_of_squares(*parts)):
         assert total.dtype == torch.float64
         assert total.item() == pytest.approx(expected, rel=1e-12)
+    assert fused_sum_of_squares(parts[:1]).item() == 0.0
 
 
 class NormCounter(TorchDispatchMode):  # type: ignore[misc]
