@@ -63,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     flags: Flags = {
         "cases": ("", "names, separated by commas (default: all that can run here)"),
-        "budget": (500.0, "seconds for all cases"),
+        "budget": (840.0, "seconds for all cases"),
     }
     parser = study_parser("gpu_check", __doc__, flags, repeats=1, time_limit=120.0,
                           quick="two cases", pairs=False)  # fmt: skip
@@ -100,10 +100,13 @@ class Results(Study[Reading]):
     """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        cases = cases_for(args.device, args.devices)  # all, so that chosen ones can be resumed
-        flags = {case.name: case.flags(args.device, "LOG_DIR") for case in cases}
-        settings = result_settings(args, "chosen", "found", "budget", "reference", "repeats")
-        settings |= {"flags": common_flags(flags)}
+        # Of all cases, so that a run of other ones can go on with `--resume`.
+        flags: dict[str, dict[str, list[str]]] = {}
+        for case in cases_for(args.device, args.devices):
+            flags.setdefault(case.size, {})[case.name] = case.flags(args.device, "LOG_DIR")
+        left_out = ("cases", "chosen", "found", "budget", "reference", "repeats", "time_limit")
+        settings = result_settings(args, *left_out)
+        settings |= {"flags": {size: common_flags(each) for size, each in flags.items()}}
         super().__init__("gpu_check", args, Reading, settings, args.found.versions)
 
     def measure_all(self) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks EDiT on this machine's GPUs in under nine minutes; see benchmarks/gpu_check.py.
+# Checks EDiT on this machine's GPUs in under a quarter of an hour; see benchmarks/gpu_check.py.
 #
 #   scripts/gpu_check.sh [--python INTERPRETER] [--output FILE.json] [--cases NAMES] [--device cuda|cpu]
 #

@@ -25,6 +25,7 @@ from megatron_edit.flags import USE_EDIT, flag
 from megatron_edit.host.agreement import agree_on_settings, lock_log_dir
 from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
+from megatron_edit.host.checkpoint.torch_adam import patch_torch_adam
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import patch_checkpoints
 from megatron_edit.host.cpu.gathers import patch_layer_wise_gathers
@@ -108,6 +109,7 @@ class Attachment:
         if self.placement is not None:
             self._attach_edit(self.placement)
         data.compile_helpers_once(self._patcher, self._world)
+        patch_torch_adam(self._patcher)
         if self._device.type == "cpu":
             patch_sequence_parallelism(self._patcher)
             patch_checkpoints(self._patcher)

@@ -1,9 +1,4 @@
-"""Makes Megatron's checkpoints work without Apex and Transformer Engine.
-
-Their Adam stores the step count in parameter groups. torch's Adam stores one per parameter, from
-the first step on, but Megatron's distributed optimizer reads it before that; and when it loads a
-checkpoint, it gives all parameters the same tensor, or the old count.
-"""
+"""Makes Megatron's data loaders and asynchronous saves work on the CPU."""
 
 from __future__ import annotations
 
@@ -11,26 +6,19 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch.nn import Parameter
 from torch.utils.data import DataLoader
 
-from megatron_edit.host.seams.megatron import SavePlanner, ShardOwner
+from megatron_edit.host.seams.megatron import SavePlanner
 from megatron_edit.host.seams.patching import Patcher
 
 
 def patch_checkpoints(patcher: Patcher) -> None:
-    """Make Megatron's distributed optimizer save and load torch's Adam. Imports Megatron.
+    """Make Megatron's asynchronous saves and torch's data loader work on the CPU. Imports Megatron.
 
-    Mutates: through `patcher` that class, Megatron's asynchronous writers, and torch's data loader.
+    Mutates: through `patcher` Megatron's asynchronous writers, and torch's data loader.
     """
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
-    from megatron.core.optimizer import distrib_optimizer
 
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        optimizer = distrib_optimizer.DistributedOptimizer
-        patcher.wrap(optimizer, "state_dict", _with_initial_state)
-        patcher.wrap(optimizer, "load_state_dict", _with_separate_steps)
-        patcher.wrap(optimizer, "_set_main_param_and_optimizer_states", _with_own_step)
     patcher.wrap(DataLoader, "__init__", _with_own_generator)
     patcher.wrap(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _with_snapshots)
     if not hasattr(filesystem_async, "get_write_results_queue"):
@@ -39,53 +27,6 @@ def patch_checkpoints(patcher: Patcher) -> None:
     patcher.wrap(filesystem_async, "get_write_results_queue", _with_fork_queue)
     # Fork the process that writes asynchronous saves, so that this backend is enabled there, too.
     patcher.wrap(async_utils.PersistentAsyncCaller, "_get_process", _start_forked)
-
-
-def _with_initial_state[R](state_dict: Callable[[ShardOwner], R]) -> Callable[[ShardOwner], R]:
-    @functools.wraps(state_dict)
-    def wrapper(self: ShardOwner) -> R:
-        inner = self.optimizer
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:  # as in Adam's first step
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        return state_dict(self)
-
-    return wrapper
-
-
-def _with_separate_steps[T](
-    load: Callable[[ShardOwner, T], object],
-) -> Callable[[ShardOwner, T], None]:
-    @functools.wraps(load)
-    def wrapper(self: ShardOwner, state_dict: T) -> None:
-        with torch.no_grad():  # main shards are views of parameters
-            load(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    return wrapper
-
-
-def _with_own_step(set_states: Callable[..., None]) -> Callable[..., None]:
-    """Keep each parameter's step count when its state is loaded.
-
-    Step counts are loaded with the groups; the loaded state of a parameter has none or an old one,
-    which Megatron before 0.17 would copy.
-    """
-
-    @functools.wraps(set_states)
-    def wrapper(self: ShardOwner, model_param: Parameter, tensors: dict[str, object]) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][place]
-        step = self.optimizer.state[main].get("step")
-        set_states(self, model_param, {**tensors, "step": step})
-
-    return wrapper
 
 
 def _with_fork_queue[R](queue: Callable[..., R]) -> Callable[..., R]:
