@@ -103,7 +103,9 @@ class HubState:
         first_epoch: the epoch that the replicas begin to train in.
         lineage: how often training was started again from a checkpoint, after all replicas were
             lost.
-        is_finished: whether a replica has left because no sample is left.
+        announced: the leader of the epoch, as its members were told; it saves at the end.
+        is_finished: whether that one has left because no sample is left, after its save.
+        reached: commits before all replicas were lost.
         is_last: whether the round that is exchanged is the last, on request.
         end: why the run has ended, and the exit code of its ranks.
     """
@@ -131,7 +133,9 @@ class HubState:
     joins: int = 0
     first_epoch: int = 1
     lineage: int = 0
+    announced: str = ""
     is_finished: bool = False
+    reached: int = 0
     is_last: bool = False
     end: tuple[str, int] = ("the run has ended", 0)
 
@@ -151,9 +155,16 @@ class HubState:
         return min(members, key=lambda each: each.order).name if members else ""
 
     @property
+    def num_void(self) -> int:
+        """Commits that do not count any more, where training starts again from here."""
+        return max(0, self.reached - self.round)
+
+    @property
     def needs_all(self) -> bool:
-        """Whether the run must not begin with fewer than all nominal replicas."""
-        return any(each.needs_all for each in self.roster)
+        """Whether the run must not begin with fewer than all nominal replicas: one of them says so,
+        or all commits would be void, as none of those that are there has a checkpoint."""
+        is_anew = self.round == 0 and self.num_void > 0
+        return is_anew or any(each.needs_all for each in self.roster)
 
     @property
     def is_frozen(self) -> bool:
@@ -184,18 +195,27 @@ class HubState:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether no replica holds the state any more, in a run that has begun."""
-        has_begun = self.phase not in (Phase.OPENING, Phase.ENDED)
-        return has_begun and not any(each.applied == self.round for each in self.roster)
+        """Whether no replica holds the state any more, in a run that has begun, or that others wait
+        to begin again."""
+        is_waited_for = bool(self.roster) or self.phase is not Phase.OPENING
+        return is_waited_for and self.phase is not Phase.ENDED and not self.expected
 
     def vacated(self) -> HubState:
         """The state that waits for replicas which start the run again, from a checkpoint."""
+        reached = self.reached if self.phase is Phase.OPENING else self.round
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
             is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",
+            reached=reached,
         )  # fmt: skip
 
-    def in_epoch(self, epoch: int, handles: Mapping[str, tuple[str, ...]]) -> HubState:
+    def after_leave(self, name: str, reason: str) -> HubState:
+        """The state after a replica has left. Training is over when the leader has left because no
+        sample is left: the others do so while it still saves."""
+        is_over = reason == LeaveReason.FINISHED and name == self.announced
+        return replace(self.without(name), is_finished=self.is_finished or is_over)
+
+    def in_epoch(self, epoch: int, handles: Mapping[str, tuple[str, ...]], leader: str) -> HubState:
         """The state after an epoch has been opened, with the handles of its members."""
         roster = tuple(
             replace(each, applied=self.round, handles=handles[each.name])
@@ -204,7 +224,10 @@ class HubState:
             for each in self.roster
         )
         members = tuple(handles)
-        return replace(self, epoch=epoch, members=members, phase=Phase.GATHER, roster=roster)
+        return replace(
+            self, epoch=epoch, members=members, phase=Phase.GATHER, roster=roster,
+            announced=leader,
+        )  # fmt: skip
 
     def is_known(self, count: int, digest: str) -> bool:
         """Whether training may start again from this state: from the beginning, from a state that
@@ -213,9 +236,13 @@ class HubState:
         return begins or state_key(count, digest) in self.known
 
     def in_lineage(self, lineage: int, count: int, digest: str) -> HubState:
-        """The state that goes on from a checkpoint: the commits after it are void."""
+        """The state that goes on from a checkpoint: the commits after it are void. Replicas that
+        wait with an older one have the state still to copy."""
         known = (*self.known, state_key(count, digest))
-        return replace(self, lineage=lineage, round=count, digest=digest, holes=(), known=known)
+        roster = tuple(replace(each, applied=NO_STATE) for each in self.roster)
+        return replace(
+            self, lineage=lineage, round=count, digest=digest, holes=(), known=known, roster=roster
+        )
 
     def committed(
         self, count: int, digest: str, samples: int, holes: Blocks, epoch: int
@@ -237,7 +264,8 @@ class HubState:
     @property
     def open_fields(self) -> dict[str, Any]:
         """What the journal's `open` has: which training goes on, and from which commit."""
-        return {"lineage": self.lineage, "round": self.round, "digest": self.digest}
+        return {"lineage": self.lineage, "round": self.round, "digest": self.digest,
+                "void": self.num_void}  # fmt: skip
 
 
 def state_key(count: int, digest: str) -> str:
@@ -259,7 +287,8 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             if has["lineage"] != state.lineage:
                 state = state.in_lineage(has["lineage"], has["round"], has["digest"])
         elif entry.event == "join":
-            applied = state.round if state.phase is Phase.OPENING else NO_STATE
+            holds_state = has.get("holds_state", state.phase is Phase.OPENING)
+            applied = state.round if holds_state else NO_STATE
             member = Member(
                 has["name"], has["incarnation"], (), applied, state.joins, is_connected=False
             )
@@ -268,13 +297,12 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             )
             state = state.with_member(member)
         elif entry.event == "leave":
-            is_finished = state.is_finished or has["reason"] == LeaveReason.FINISHED
-            state = replace(state.without(has["name"]), is_finished=is_finished)
+            state = state.after_leave(has["name"], has["reason"])
             if state.is_vacant:
                 state = state.vacated()
         elif entry.event == "epoch":
             handles = zip(has["members"], map(tuple, has["handles"]), strict=True)
-            state = state.in_epoch(entry.epoch, dict(handles))
+            state = state.in_epoch(entry.epoch, dict(handles), has["leader"])
         elif entry.event == "commit":
             holes = tuple((first, count) for first, count in has.get("holes", ()))
             state = state.committed(

@@ -65,6 +65,11 @@ FENCED_BECAUSE = {
     LeaveReason.EVICTED: "it made no progress, or the others could not exchange with it",
 }
 
+ENDED_RUN_OF_OTHERS = Refused(
+    "--edit-hub", "its --state-dir is that of another run, which has ended",
+    "start the hub with an empty --state-dir",
+)  # fmt: skip
+
 
 def name_in_use(name: str) -> Refused:
     """The answer to a replica whose name another one has."""
@@ -149,7 +154,8 @@ class _Step:
     def _hello(self, hello: Hello) -> None:
         state, known = self.state, self.state.member(hello.name)
         if state.phase is Phase.ENDED or (state.is_finished and hello.is_fresh):
-            self._send(hello.name, End(*self.state.end))
+            is_own = (hello.layout, hello.nominal) == (state.layout, state.nominal)
+            self._send(hello.name, End(*state.end) if is_own else ENDED_RUN_OF_OTHERS)
         elif (refusal := self._refusal(hello)) is not None:
             self._send(hello.name, refusal)
         elif known is not None and known.incarnation == hello.incarnation:
@@ -192,7 +198,7 @@ class _Step:
         """Whether what the replica holds contradicts the journal, or the other replicas."""
         state, replica = self.state, f"replica {hello.name}"
         is_founder = hello.is_fresh and state.phase is Phase.OPENING
-        if is_founder and not state.roster:
+        if is_founder and (not state.roster or state.epoch):  # of several states the newest counts
             return None if state.is_known(hello.applied, hello.digest) else Refused(
                 f"{replica}, which begins after {hello.applied} commits",
                 "the hub's journal has no commit with its anchor and momentum",
@@ -218,17 +224,17 @@ class _Step:
         return None
 
     def _join(self, hello: Hello) -> None:
-        state = self.state
-        is_founder = state.phase is Phase.OPENING
         begin = (hello.applied, hello.digest)
-        if is_founder and not state.roster and begin != (state.round, state.digest):
-            lineage = state.lineage + 1
-            self.state = state = state.in_lineage(lineage, *begin)
-            self._record("open", **state.open_fields)
+        is_opening = self.state.phase is Phase.OPENING
+        is_newer = not self.state.roster or hello.applied > self.state.round
+        if is_opening and is_newer and begin != (self.state.round, self.state.digest):
+            self._begin_again(*begin)
+        state = self.state
+        is_founder = is_opening and begin == (state.round, state.digest)
         applied = state.round if is_founder else NO_STATE
         self._record(
             "join", name=hello.name, incarnation=hello.incarnation, layout=hello.layout,
-            nominal=hello.nominal,
+            nominal=hello.nominal, holds_state=is_founder,
         )  # fmt: skip
         self.state = replace(
             self.state, joins=state.joins + 1, layout=hello.layout, nominal=hello.nominal
@@ -238,10 +244,17 @@ class _Step:
             needs_all=hello.needs_all,
         ))  # fmt: skip
         self._send(hello.name, Welcome(state.term, state.round, is_joiner=not is_founder))
-        if not is_founder:
-            self._heal(hello.name)
-        else:
+        if is_opening:
             self._open_if_complete()
+        else:
+            self._heal(hello.name)
+
+    def _begin_again(self, count: int, digest: str) -> None:
+        """Let training start again from a checkpoint; who waits with an older one copies it."""
+        self.state = state = self.state.in_lineage(self.state.lineage + 1, count, digest)
+        self._record("open", **state.open_fields)
+        for each in state.roster:
+            self._send(each.name, Welcome(state.term, state.round, is_joiner=True))
 
     def _open_if_complete(self, *, is_overdue: bool = False) -> None:
         """Begin the run where all replicas that it begins with are there, or enough of them and
@@ -338,9 +351,7 @@ class _Step:
         self._record("leave", name=name, reason=reason)
         if not is_replaced and reason in FENCED_BECAUSE:
             self._send(name, Fenced(FENCED_BECAUSE[LeaveReason(reason)]))
-        self.state = self.state.without(name)
-        if reason == LeaveReason.FINISHED:
-            self.state = replace(self.state, is_finished=True)
+        self.state = self.state.after_leave(name, reason)
         if self.state.is_vacant:
             self._vacate()
         elif name in state.members and state.phase in (Phase.FORM, Phase.EXCHANGE):
@@ -449,7 +460,9 @@ class _Step:
             self.state, epoch=self.state.epoch + 1, members=members, phase=Phase.FORM,
             roster=roster, is_epoch_used_up=False,
         )  # fmt: skip
-        self._record("epoch", members=list(members), handles=handles, leader=self.state.leader)
+        leader = self.state.leader
+        self.state = replace(self.state, announced=leader)
+        self._record("epoch", members=list(members), handles=handles, leader=leader)
         self._tell_members(self._form_message())
 
     def _form_message(self) -> FormEpoch:

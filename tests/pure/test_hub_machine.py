@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_edit.elastic.hub_state import LeaveReason, Phase
 from megatron_edit.elastic.inputs import (
@@ -13,7 +14,7 @@ from megatron_edit.elastic.inputs import (
     OpeningOverdue,
     Stop,
 )
-from megatron_edit.elastic.machine import FENCED_BECAUSE, MAX_RETRIES
+from megatron_edit.elastic.machine import ENDED_RUN_OF_OTHERS, FENCED_BECAUSE, MAX_RETRIES
 from megatron_edit.elastic.messages import (
     Abandon,
     End,
@@ -292,6 +293,81 @@ def test_training_starts_again_from_committed_states_only() -> None:
     assert not run.state.is_known(1, "d1") and not run.state.is_known(0, "d0")
     run.restart()
     assert run.state.is_known(2, "d1") and not run.state.is_known(1, "d1")
+
+
+def test_training_is_over_when_its_leader_has_saved() -> None:
+    """The others end while it saves. Catches the end of a run whose last save has failed."""
+    for is_restarted in (False, True):
+        lost = HubDecisions("a", "b", rounds=2)
+        lost.take("b", Leave("finished"))
+        if is_restarted:
+            lost.restart()
+        lost.take("a", Lost())
+        assert lost.records == ["leave"] and lost.state.phase is Phase.OPENING
+        lost.take("a", lost.hello("a", 2, "2", applied=1, digest="d0"))
+        lost.take("", OpeningOverdue())
+        assert lost.state.members == ("a",) and lost.state.num_void == 1
+    # Nor does another one finish for the announced leader.
+    lost = HubDecisions("a", "b", rounds=2)
+    lost.take("a", Lost())
+    lost.take("b", Leave("finished"))
+    assert lost.state.phase is Phase.OPENING
+    saved = HubDecisions("a", "b", rounds=2)
+    saved.take("a", Leave("finished"))
+    saved.take("b", Lost())
+    assert saved.records == ["leave", "end"] and saved.state.end == ("finished", 0)
+
+
+def test_newest_checkpoint_counts_where_all_are_lost() -> None:
+    """Replicas with an older one, or none, copy its state, whoever comes first."""
+    for names in ("ab", "ba"):
+        run = HubDecisions("a", "b", rounds=2)
+        run.take("a", Lost())
+        run.take("b", Lost())
+        states: dict[str, dict[str, Any]] = {"a": {}, "b": {"applied": 1, "digest": "d0"}}
+        for name in names:
+            run.take(name, run.hello(name, 2, "2", **states[name]))
+        assert run.sent["b" if names == "ab" else "a"][0] == Welcome(1, 1, names == "ba")
+        assert run.state.phase is Phase.FORM and run.state.members == ("b",)
+        for is_restarted in (False, True):
+            if is_restarted:
+                run.restart()
+            holders = [each.name for each in run.state.expected]
+            assert holders == ["b"] and (run.state.round, run.state.num_void) == (1, 1)
+
+
+def test_joiners_start_again_where_the_checkpoint_is_lost() -> None:
+    run = HubDecisions("a", "b", "c", rounds=2)
+    for name in "abc":
+        run.take(name, Lost())
+    run.take("b", run.hello("b", 3, "2", applied=1, digest="d0"))
+    run.take("a", run.hello("a", 3, "2"))
+    run.take("b", Lost())
+    assert isinstance(run.sent["a"][-1], Fenced) and run.state.roster == ()
+    run.restart()
+    assert run.state.roster == () and run.state.phase is Phase.OPENING
+
+
+def test_no_commit_is_void_before_all_replicas_are_there() -> None:
+    """Without a checkpoint; those that hold one may come later."""
+    run = HubDecisions("a", "b", rounds=2)
+    run.take("a", Lost())
+    run.take("b", Lost())
+    run.take("a", run.hello("a", 2, "2"))
+    run.take("", OpeningOverdue())
+    assert run.state.phase is Phase.OPENING
+    run.take("b", run.hello("b", 2, "2"))
+    assert run.state.members == ("a", "b") and (run.state.round, run.state.num_void) == (0, 2)
+
+
+def test_journal_of_another_run_that_has_ended_is_refused() -> None:
+    run = HubDecisions("a", "b", rounds=1)
+    for name in "ab":
+        run.take(name, Leave("finished"))
+    run.take("a", run.hello("a", 2, "2"))
+    assert run.sent["a"] == [End("finished", 0)]
+    run.take("a", replace(run.hello("a", 2, "2"), layout="other"))
+    assert run.sent["a"] == [ENDED_RUN_OF_OTHERS]
 
 
 def test_new_journal_accepts_any_checkpoint() -> None:

@@ -252,8 +252,8 @@ def test_fuzzed_messages_cost_only_their_connection(tmp_path: Path) -> None:
 def test_evicted_incarnation_is_fenced(tmp_path: Path) -> None:
     """A replica that was cut off past its time comes back: it must be started again."""
     with running_hub(tmp_path) as (hub, address):
-        kept = PretendingReplica(address, "a", 2, 40, step_seconds=0.05).start()
-        cut = PretendingReplica(address, "b", 2, 40, step_seconds=0.05)
+        kept = PretendingReplica(address, "a", 2, 100, step_seconds=0.05).start()
+        cut = PretendingReplica(address, "b", 2, 100, step_seconds=0.05)
         cut.start()
         wait_until(lambda: len(commits(tmp_path)) >= 2)
         cut.agent._address = HubAddress(address.host, 1, b"")  # nobody listens there
