@@ -191,6 +191,12 @@ class Lab:
                 _root_queue(name, "delete")
         self.rate = rate_bits_per_second
 
+    def set_connected(self, host: int, is_connected: bool) -> None:
+        """Cut the link of a host, or connect it again. What is sent meanwhile is lost, as with a
+        cable that is pulled at the switch."""
+        state = "up" if is_connected else "down"
+        run("ip", "-n", self._switch, "link", "set", f"port{host}", state)
+
     def popen(
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
