@@ -388,15 +388,15 @@ class _Step:
             self._send(member.name, Abandon(state.epoch))
 
     def _epoch_overdue(self, epoch: int) -> None:
-        """Those that have not formed the groups go, where others have; otherwise try again."""
+        """Where some have formed the groups, the newest of those that have not goes: two that
+        cannot reach each other have both not. Otherwise try again."""
         state = self.state
         members = [each for each in state.roster if each.name in state.members]
         if epoch != state.epoch or state.phase not in (Phase.FORM, Phase.EXCHANGE):
             return
         if state.phase is Phase.FORM and any(each.is_formed for each in members):
-            for each in members:
-                if not each.is_formed and self.state.phase is not Phase.ENDED:
-                    self._remove(each, LeaveReason.EVICTED)
+            absent = [each for each in members if not each.is_formed]
+            self._remove(max(absent, key=lambda each: each.order), LeaveReason.EVICTED)
         elif not any(each.ready for each in members):
             self._retry()
 
