@@ -12,6 +12,7 @@ OPENING_SECONDS = 60.0  # once the minimum is there, for the other replicas to b
 FORMING_SECONDS = 30.0
 ABANDONING_SECONDS = 60.0  # from an abandoned exchange to the next arrival
 COPY_SECONDS = 60.0  # longest wait of a meeting for replicas that copy the state
+COPY_ROUNDS = 3.0  # or so many times what training took in this round
 
 
 class Deadlines:
@@ -24,6 +25,9 @@ class Deadlines:
     def __init__(self, liveness: Liveness) -> None:
         self._liveness = liveness
         self._since: dict[Hashable, float] = {}  # by what is waited for
+        self._round: Hashable = None
+        self._round_began = 0.0
+        self._trained: float | None = None  # seconds of this round, once all have arrived
 
     def tick(self, state: HubState, now: float) -> list[tuple[str, FromClock]]:
         """Inputs for the hub's decisions, with the replica that each is about.
@@ -36,7 +40,9 @@ class Deadlines:
             return []
         if self._liveness.is_late_tick(now):
             self._since = dict.fromkeys(self._since, now)
+            self._round_began = now
             return []
+        self._time_training(state, now)
         waits = list(_waits(state))
         self._since = {wait: self._since.get(wait, now) for wait, _ in waits}
         silent = self._liveness.silent([each.name for each in state.roster], now)
@@ -44,6 +50,16 @@ class Deadlines:
         for wait, names in waits:
             inputs += self._overdue(wait, names, state.epoch, now)
         return inputs
+
+    def _time_training(self, state: HubState, now: float) -> None:
+        """Note for how long the replicas train in a round, until all have arrived."""
+        is_begun = state.phase is not Phase.OPENING and not state.is_frozen
+        if self._round != (current := (state.lineage, state.round, is_begun)):
+            self._round, self._round_began, self._trained = current, now, None
+        if self._trained is None and (
+            state.phase is Phase.EXCHANGE or all(each.is_arrived for each in state.expected)
+        ):
+            self._trained = now - self._round_began
 
     def _overdue(
         self, wait: tuple[Hashable, ...], names: list[str], epoch: int, now: float
@@ -58,8 +74,8 @@ class Deadlines:
                 yield "", EpochOverdue(epoch)
             case "abandoning" if waited > ABANDONING_SECONDS:
                 yield from ((name, evicted) for name in names)
-            case "copying" if waited > COPY_SECONDS:
-                yield from ((name, Late()) for name in names)
+            case "copying" if waited > max(COPY_SECONDS, COPY_ROUNDS * (self._trained or 0.0)):
+                yield from ((name, Late(waited)) for name in names)
             case "progress":
                 stuck = [n for n in names if self._liveness.is_stuck(n, waited, now)]
                 yield from ((name, evicted) for name in stuck)

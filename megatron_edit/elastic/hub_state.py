@@ -49,7 +49,8 @@ class Member:
         is_connected: whether it has a connection now.
         is_arrived: whether it waits at the meeting of the current round.
         is_formed: whether it has formed the groups of the current epoch.
-        is_late: whether it copies the state for too long: the others do not wait for it.
+        num_late: meetings that have stopped waiting for it while it copied the state.
+        awaited_from: the round from which meetings wait for it again.
         is_abandoning: whether it puts an exchange aside, and has not arrived again.
         needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
@@ -65,12 +66,18 @@ class Member:
     is_connected: bool = True
     is_arrived: bool = False
     is_formed: bool = False
-    is_late: bool = False
     is_abandoning: bool = False
     needs_all: bool = False
     ready: Ready | None = None
     lost: tuple[str, ...] = ()
     failures: int = 0
+    num_late: int = 0
+    awaited_from: int = 0
+
+    def late_in(self, count: int) -> Member:
+        """The replica, whose copy was too slow for the meeting of round `count`: the next one waits
+        for it again; after the second time every other one, then one of four, and so on."""
+        return replace(self, num_late=self.num_late + 1, awaited_from=count + (1 << self.num_late))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +181,20 @@ class HubState:
         return is_forming or (self.epoch >= self.first_epoch and self.round == 0)
 
     @property
-    def copying(self) -> tuple[Member, ...]:
-        """Replicas that copy the state, and that the meeting waits for, too."""
+    def joiners(self) -> tuple[Member, ...]:
+        """Replicas that copy the state."""
         if self.is_frozen:  # there is nothing to copy before the first commit
             return ()
-        return tuple(
-            each
-            for each in self.roster
-            if each.applied != self.round and each.is_connected and not each.is_late
-        )
+        return tuple(m for m in self.roster if m.applied != self.round and m.is_connected)
+
+    @property
+    def copying(self) -> tuple[Member, ...]:
+        """Replicas that copy the state, and that the meeting waits for, too."""
+        return tuple(each for each in self.joiners if not self.is_late(each))
+
+    def is_late(self, member: Member) -> bool:
+        """Whether a replica copies the state for too long: this meeting does not wait for it."""
+        return member.applied != self.round and member.awaited_from > self.round
 
     def with_member(self, member: Member) -> HubState:
         """The state with a replica added, or replaced."""

@@ -49,7 +49,9 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A replica copies the state for too long."""
+    """A replica copies the state for too long: the meeting has waited for it for so long."""
+
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

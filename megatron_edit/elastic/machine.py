@@ -144,7 +144,7 @@ class _Step:
             case Lost():
                 self._remove(member, given.reason)
             case Late():
-                self._set(replace(member, is_late=True))
+                self._set(member.late_in(self.state.round))
                 self._gather()
             case Disconnected():
                 self._disconnected(member)
@@ -300,7 +300,7 @@ class _Step:
             self._heal_all()
 
     def _heal_all(self) -> None:
-        for each in self.state.copying:
+        for each in self.state.joiners:
             self._heal(each.name)
 
     def _heal(self, name: str) -> None:
@@ -321,7 +321,7 @@ class _Step:
         if healed.round != state.round or healed.digest != state.digest:
             self._heal(member.name)  # it has copied what was committed before
             return
-        self._set(replace(member, applied=state.round, is_late=False))
+        self._set(replace(member, applied=state.round))
         self._gather()
 
     # ---- on request

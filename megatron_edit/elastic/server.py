@@ -27,7 +27,7 @@ from megatron_edit.elastic.channel import (
 )
 from megatron_edit.elastic.deadlines import Deadlines
 from megatron_edit.elastic.hub_state import HubState, Member, Phase, replay
-from megatron_edit.elastic.inputs import Disconnected, Input, Record, Send, Stop
+from megatron_edit.elastic.inputs import Disconnected, Input, Late, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.liveness import REPLACED_SECONDS, Liveness
 from megatron_edit.elastic.machine import name_in_use, step
@@ -211,6 +211,18 @@ class Hub:
                 if self.state.member(send.name) is None:
                     self._liveness.forget(send.name)
 
+    def _say_late(self, name: str, seconds: float) -> None:
+        """Say that a meeting does not wait any more for a replica that copies the state."""
+        member = self.state.member(name)
+        if member is None or not self.state.is_late(member):
+            return
+        with suppress(OSError):
+            self.say(
+                f"hub: round {self.state.round} goes on without {name}, whose copy of the state "
+                f"was waited for {seconds:.0f} s; it is waited for again in round "
+                f"{member.awaited_from}"
+            )
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -221,6 +233,8 @@ class Hub:
                 return
             for name, given in inputs:
                 self._take(name, given)
+                if isinstance(given, Late):
+                    self._say_late(name, given.seconds)
 
     # ---- connections
 
@@ -347,7 +361,7 @@ class Hub:
 
 def _state_of(state: HubState, member: Member) -> str:
     """What `hub status` calls what a replica does."""
-    if member.is_late:
+    if state.is_late(member):
         return "late"
     if state.phase is not Phase.OPENING and member.applied != state.round:
         return "joining"

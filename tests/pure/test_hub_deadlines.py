@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_edit.elastic.deadlines import (
     ABANDONING_SECONDS,
+    COPY_ROUNDS,
     COPY_SECONDS,
     FORMING_SECONDS,
     OPENING_SECONDS,
@@ -175,9 +176,44 @@ def test_forming_takes_half_a_minute_at_most() -> None:
 def test_copies_are_waited_for_a_minute() -> None:
     hub = Hub("a", rounds=1)
     hub.run.take("b", hub.run.hello("b", 1))
-    assert hub.wait(2 * COPY_SECONDS) == []
+    assert hub.wait(10.0) == []
     hub.run.arrive("a")
-    assert hub.wait_for(COPY_SECONDS) == [("b", Late())]
+    ((name, late),) = hub.wait_for(COPY_SECONDS)
+    assert name == "b" and isinstance(late, Late) and 60.0 < late.seconds < 62.0
+
+
+def test_copies_stretch_a_long_round_at_most_fourfold() -> None:
+    """Also where an exchange fails, and where another replica joins meanwhile."""
+    hub = Hub("a", "b", rounds=1)
+    began = hub.now
+    hub.run.take("c", hub.run.hello("c", 2))
+    assert hub.wait(100.0) == []
+    hub.run.arrive("a")
+    hub.wait(50.0)
+    hub.run.arrive("b")
+    ((name, late),) = hub.wait(1000.0)
+    assert name == "c" and isinstance(late, Late)
+    assert 4 * 150.0 <= hub.now - began < 4 * 150.0 + 4.0
+    hub.run.take(name, late)
+    assert hub.run.state.phase is Phase.EXCHANGE
+    hub.run.take("a", Failed(1))
+    hub.run.arrive("a", "b")
+    assert hub.run.state.phase is Phase.FORM, "the late one is not waited for in this round"
+    hub.run.take("a", Failed(2))
+    hub.run.take("d", hub.run.hello("d", 2))
+    hub.run.arrive("a", "b")
+    ((name, late),) = hub.wait(1000.0)
+    assert name == "d" and isinstance(late, Late)
+    assert COPY_ROUNDS * 150.0 <= late.seconds < COPY_ROUNDS * 150.0 + 4.0
+
+
+def test_times_of_copies_do_not_count_what_the_hub_has_slept() -> None:
+    hub = Hub("a", rounds=1)
+    hub.run.take("b", hub.run.hello("b", 1))
+    hub.now += 1000.0
+    hub.wait(10.0)
+    hub.run.arrive("a")
+    assert [name for name, _ in hub.wait_for(COPY_SECONDS)] == ["b"]
 
 
 def test_opening_waits_a_minute_once_the_minimum_is_there() -> None:

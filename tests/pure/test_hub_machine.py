@@ -24,6 +24,7 @@ from megatron_edit.elastic.messages import (
     FormEpoch,
     Go,
     Heal,
+    Healed,
     Leave,
     Ready,
     Refused,
@@ -97,6 +98,26 @@ def test_late_joiner_is_not_waited_for() -> None:
     assert run.sent == {} and run.state.phase is Phase.GATHER
     run.take("c", Late())
     assert run.sent["a"] == [Go(1, 1, is_last=False)]
+
+
+def test_late_joiner_is_waited_for_again() -> None:
+    """In the next round; after the second time in every other one, and so on. Would catch: a
+    replica whose copy takes longer than a round never takes part."""
+    run = HubDecisions("a", rounds=1)
+    run.take("c", run.hello("c", 1, "2"))
+    waited = []
+    while run.state.round < 20:
+        run.arrive("a")
+        if run.state.phase is Phase.GATHER:
+            waited.append(run.state.round)
+            run.take("c", Late())
+        assert run.state.phase is Phase.EXCHANGE
+        run.ready("a")
+        assert run.sent["c"] == [Heal(run.state.round, run.state.digest, ("a",))]
+    assert waited == [1, 2, 4, 8, 16]
+    run.take("c", Healed(20, run.state.digest))
+    run.arrive("a", "c")
+    assert run.state.phase is Phase.FORM and run.state.members == ("a", "c")
 
 
 def test_donors_that_reconnect_are_named_to_those_who_copy() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -129,7 +130,9 @@ def test_two_that_differ_end_the_run(tmp_path: Path) -> None:
 def test_slow_copy_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "COPY_SECONDS", 0.5)
     states: dict[int, str] = {}
-    with running_hub(tmp_path) as (_, address):
+    said: list[str] = []
+    with running_hub(tmp_path) as (hub, address):
+        hub.say = said.append
         replicas = [
             PretendingReplica(address, name, 2, 12, step_seconds=0.1, states=states).start()
             for name in "ab"
@@ -140,6 +143,9 @@ def test_slow_copy_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
             replica.join()
         copying.kill()
     assert all(each["members"] == ["a", "b"] for each in commits(tmp_path))
+    line = r"hub: round (\d+) goes on without c, whose copy .* for \d+ s; .* again in round (\d+)"
+    found = [match for each in said if (match := re.fullmatch(line, each))]
+    assert len(found) >= 2 and int(found[0][2]) == int(found[0][1]) + 1, said
 
 
 @pytest.mark.parametrize(
