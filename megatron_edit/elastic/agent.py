@@ -8,6 +8,7 @@ Where the main thread does not take the last order, the thread ends the process.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import queue
 import selectors
@@ -60,6 +61,7 @@ from megatron_edit.elastic.replica import (
 )
 
 HEARTBEAT_SECONDS = 1.0
+MAX_WORKING_SECONDS = 1800.0  # for which heartbeats count as progress in work without steps
 READ_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 MAX_CLOSED = 5  # connections that a hub closes at the proof, before it is taken for a refusal
@@ -198,7 +200,7 @@ class Agent:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._session: tuple[socket.socket, FrameCodec] | None = None
         self._progress = (0, 0, 0)
-        self._is_working, self._num_beats = False, 0  # beats while it is
+        self._working_until, self._num_beats = -math.inf, 0  # beats until then
         self._wakes, self._wake = socket.socketpair()  # a byte for each report
         self._wakes.setblocking(False)
         self._wake.setblocking(False)
@@ -226,12 +228,12 @@ class Agent:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Let heartbeats count as progress inside the context, for work that takes no steps, as a
-        save."""
-        self._is_working = True
+        save; for `MAX_WORKING_SECONDS`, as it may hang."""
+        self._working_until = self._clock() + MAX_WORKING_SECONDS
         try:
             yield
         finally:
-            self._is_working = False
+            self._working_until = -math.inf
 
     def progressed(self, step: int, batches: int, exchanged: int = 0) -> None:
         """Set what heartbeats count. The hub takes out a replica that others wait for while none
@@ -351,7 +353,7 @@ class Agent:
             self._take_reports()
             if self._clock() >= next_beat:
                 next_beat = self._clock() + HEARTBEAT_SECONDS
-                self._num_beats += self._is_working
+                self._num_beats += self._clock() < self._working_until
                 step, batches, exchanged = self._progress
                 self._send(AliveMessage(step, batches, exchanged + self._num_beats))
             if self._closing.is_set() and self._reports.empty():

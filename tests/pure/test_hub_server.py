@@ -309,6 +309,34 @@ def test_last_order_that_nobody_takes_ends_the_process(
     assert len(lines) == 2 and lines[1].startswith("megatron_edit: the run has ended: no hub 127.")
 
 
+def test_work_without_steps_counts_as_progress_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: all wait without end for a leader whose save hangs."""
+    monkeypatch.setattr(agent, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(agent, "MAX_WORKING_SECONDS", 1.0)
+    hello = Hello("a", "1", "layout", 2, 1, ("a",), True, 0)
+    with running_hub(tmp_path) as (hub, address):
+        saving = Agent(address, hello, 60.0)
+        saving.start()
+        wait_until(lambda: "a" in hub._liveness._contacts)
+        contact = hub._liveness._contacts["a"]
+
+        def beats() -> int:
+            """Those that count, after some more heartbeats."""
+            before = contact.heard
+            wait_until(lambda: contact.heard > before + 0.1)
+            return contact.progress[2]
+
+        assert beats() == 0
+        for _ in range(2):
+            with saving.working():
+                first = beats()
+                assert beats() > first
+                wait_until(lambda: beats() == beats())
+        saving.close()
+
+
 def test_fenced_replica_is_to_be_started_again() -> None:
     assert exit_of(Fenced("b\nc")) == (5, "b\\nc; start this replica again: it joins the others")
 
