@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 EDIT, MANIFEST, LISTED = "edit", "edit.json", "listed"
@@ -97,9 +98,11 @@ class CheckpointFolder:
 
     Attributes:
         root: the folder; it need not exist.
+        permit: called before each change to what other jobs see; raises where it must not be made.
     """
 
     root: Path
+    permit: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     def final(self, iteration: int) -> Path:
         """Return the path of the complete checkpoint of an iteration."""
@@ -122,11 +125,13 @@ class CheckpointFolder:
 
         Raises:
             OSError: it cannot be renamed, or the tracker cannot be written.
+            EditError: of `permit`.
 
         Returns:
             The iteration that the tracker named before; None if there was none.
         """
         partial, final = self.partial(iteration, job), self.final(iteration)
+        self.permit()
         if final.exists():  # saved again, after a resume from an earlier checkpoint
             old = self.root / f".{final.name}.{job}.replaced"
             final.rename(old)
@@ -137,6 +142,7 @@ class CheckpointFolder:
         folders = [Path(path) for path, _, _ in os.walk(final)]
         for path in (*folders, self.root):
             _sync_folder(path)  # directory entries, too, before the tracker names the checkpoint
+        self.permit()
         before = self.read_tracker()
         self._write_tracker(iteration)
         for path in self._entries():
@@ -230,6 +236,7 @@ class CheckpointFolder:
         write_durably(self.root / TRACKER, str(iteration))
 
     def _remove(self, path: Path, job: str) -> None:
+        self.permit()
         going = self.root / f".{path.name.lstrip('.').partition('.')[0]}.{job}.removed"
         _delete(going)
         path.rename(going)
@@ -240,6 +247,7 @@ class CheckpointFolder:
 
         This run's last save is kept: other ranks may already be writing it.
         """
+        self.permit()
         for path in self._entries():
             left = any(pattern.match(path.name) for pattern in (_PARTIAL, _REPLACED, _REMOVED))
             if left and path.name.split(".")[-2] not in (job, job + STOP):
@@ -247,6 +255,7 @@ class CheckpointFolder:
 
     def remove_partial_saves(self, job: str) -> None:
         """Remove partial saves of other jobs, which will never be completed, to free disk space."""
+        self.permit()
         for path in self._entries():
             if not _PARTIAL.match(path.name) or manifest_path(path).is_file():
                 continue

@@ -28,6 +28,7 @@ from megatron_edit.elastic.channel import (
     PEER,
     QUERY,
     REPLICA,
+    STANDING,
     ChannelError,
     FrameCodec,
     configure_socket,
@@ -35,6 +36,7 @@ from megatron_edit.elastic.channel import (
     new_nonce,
     proof,
 )
+from megatron_edit.elastic.hub_state import Standing
 from megatron_edit.elastic.liveness import SILENT_SECONDS
 from megatron_edit.elastic.messages import (
     AliveMessage,
@@ -59,6 +61,7 @@ from megatron_edit.elastic.replica import (
     receive,
     report,
 )
+from megatron_edit.errors import ReplicaLostError
 
 HEARTBEAT_SECONDS = 1.0
 MAX_WORKING_SECONDS = 1800.0  # for which heartbeats count as progress in work without steps
@@ -234,6 +237,26 @@ class Agent:
             yield
         finally:
             self._working_until = -math.inf
+
+    def ask_standing(self) -> Standing:
+        """What this replica is to the hub, which answers after this call: what the agent's thread
+        has heard may be out of date in a process that was frozen. In any thread; waits for a hub.
+
+        Raises:
+            ReplicaLostError: no hub answers within the agent's time-out.
+        """
+        hello, until = self._state.hello, self._clock() + self._timeout
+        question = b" ".join((STANDING, hello.name.encode(), hello.incarnation.encode()))
+        while True:
+            began = self._clock()
+            try:
+                standing = Standing(query(self._address, question).decode())
+                if self._clock() - began <= CONNECT_SECONDS:  # else frozen meanwhile: ask again
+                    return standing
+            except (OSError, ChannelError, ValueError) as error:
+                if self._clock() > until:
+                    raise ReplicaLostError(f"no hub answers: {error}") from error
+                time.sleep(LAST_RETRY_SECONDS)
 
     def progressed(self, step: int, batches: int, exchanged: int = 0) -> None:
         """Set what heartbeats count. The hub takes out a replica that others wait for while none

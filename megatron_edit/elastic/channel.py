@@ -26,6 +26,7 @@ VERSION = b"megatron-edit-hub-2"
 # What a session with a hub is for; `PEER`: with any other program.
 PEER, REPLICA, STORE, QUERY = b"peer", b"replica", b"store", b"query"
 HUB_ROLES = (REPLICA, STORE, QUERY)
+STANDING = b"standing"  # a query; followed by name and incarnation of a replica
 # Seconds without an answer of the other machine, before and between probes, and their number.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 

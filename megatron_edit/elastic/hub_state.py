@@ -25,6 +25,14 @@ class LeaveReason(StrEnum):
     DRIFTED = "drifted"
 
 
+class Standing(StrEnum):
+    """What a start of a replica is in the run now."""
+
+    LEADER = "leader"
+    MEMBER = "member"  # or about to be one
+    NONE = "none"  # it was taken out, has left, or was never in this run
+
+
 class Phase(Enum):
     """What the hub waits for."""
 
@@ -160,6 +168,13 @@ class HubState:
         """The member of the epoch that has taken part for longest; empty before the first."""
         members = [each for each in self.roster if each.name in self.members]
         return min(members, key=lambda each: each.order).name if members else ""
+
+    def standing(self, name: str, incarnation: str) -> Standing:
+        """What this start of a replica is now."""
+        member = self.member(name)
+        if member is None or member.incarnation != incarnation:
+            return Standing.NONE
+        return Standing.LEADER if self.leader == name else Standing.MEMBER
 
     @property
     def num_void(self) -> int:

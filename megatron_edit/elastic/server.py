@@ -17,6 +17,7 @@ from megatron_edit.elastic.channel import (
     MAX_PAYLOAD_BYTES,
     NONCE_BYTES,
     QUERY,
+    STANDING,
     STORE,
     ChannelError,
     FrameCodec,
@@ -53,7 +54,7 @@ TICK_SECONDS = 0.25
 NAME_SECONDS = 0.1  # between two looks at whether a replica of the same name is silent
 MAX_STRANGERS = 64  # connections in the handshake at once; others wait for their turn
 MAX_BACKLOG_BYTES = 8 << 20  # unread by a replica: it does not read any more
-QUERIES = (b"status", b"stop")
+QUERIES = (b"status", b"stop")  # and `STANDING`, with name and incarnation
 NOT_SHOWN = ("blocks", "handles", "holes")  # long fields of the journal
 
 
@@ -298,6 +299,10 @@ class Hub:
         return roles[0], FrameCodec.session(self.token, own, nonce, is_hub=True, role=roles[0])
 
     def _answer(self, query: bytes) -> bytes:
+        what, *words = query.split(b" ")
+        if what == STANDING and len(words) == 2:
+            name, incarnation = (word.decode(errors="replace") for word in words)
+            return self.state.standing(name, incarnation).encode()
         if query not in QUERIES:
             raise MessageError("no question that a hub answers")
         if query == b"stop":

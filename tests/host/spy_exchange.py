@@ -1,9 +1,10 @@
-"""Hook that kills or freezes a replica inside an exchange, once a file tells it to."""
+"""Hooks that kill or freeze a replica inside an exchange, or a save, once a file tells them to."""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from tests.host.spy import out_dir
@@ -24,6 +25,22 @@ def end_in_exchange() -> None:
             os.kill(os.getpid(), number)
 
     SyncManager.start = spied  # type: ignore[method-assign]
+
+
+def freeze_in_save() -> None:
+    """Freeze, once the file `freeze` exists, in the completion of a checkpoint, before the tracker
+    names it."""
+    from megatron_edit.checkpoint import folder
+
+    sync = folder._sync_folder
+
+    def synced(path: Path) -> None:
+        sync(path)
+        if (wanted := out_dir() / "freeze").exists():
+            wanted.rename(out_dir() / "frozen")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    folder._sync_folder = synced
 
 
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}

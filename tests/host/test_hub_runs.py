@@ -217,6 +217,38 @@ def test_checkpoint_resumes_with_another_membership(tmp_path: Path) -> None:
         assert all(z[0] is not None and z[1] is None for z in first["z"])
 
 
+def test_leader_that_was_frozen_in_a_save_does_not_complete_it(tmp_path: Path) -> None:
+    """Others have saved meanwhile. Would catch: a tracker that goes back."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 2000, "global_batch_size": 12, "save": saves, "save_interval": 20,
+             "save_retain_interval": 10_000}  # fmt: skip
+    tracker = saves / "latest_checkpointed_iteration.txt"
+    with elastic_run(
+        tmp_path, 3, flags=flags, before="tests.host.spy_exchange:freeze_in_save"
+    ) as run:
+        for name in "abc":
+            run.start(name)
+        run.wait_for_commits(2)
+        old = run.events("epoch")[-1]["leader"]
+        others = "abc".replace(old, "")
+        (run.spy_dir(old) / "freeze").touch()
+        run.wait_for((run.spy_dir(old) / "frozen").exists)
+        before = tracker.read_text() if tracker.exists() else "0"
+        run.wait_for(lambda: run.events("leave"), 30)
+        run.wait_for(lambda: tracker.exists() and int(tracker.read_text()) > int(before) + 40)
+        for name in others:  # so that only the old leader could change something
+            run.signal(name, signal.SIGSTOP)
+        found, text = sorted(saves.rglob("*")), tracker.read_text()
+        run.signal(old, signal.SIGCONT)
+        assert run.codes(old, 30) == [5], run.tails()
+        assert (sorted(saves.rglob("*")), tracker.read_text()) == (found, text)
+        for name in others:
+            run.signal(name, signal.SIGCONT)
+        run.wait_for(lambda: int(tracker.read_text()) > int(text))
+        run.ask_hub("stop")
+        finish(run, others)
+
+
 @pytest.mark.parametrize("policy", ["leader", "reset"])
 def test_joiner_copies_moments(tmp_path: Path, policy: str) -> None:
     """With the policy `reset` it begins with moments of its own."""

@@ -87,4 +87,12 @@ ELASTIC = (
         new="        if not self._moments:\n            set_moments",
         test=f"{_RUNS}::test_joiner_copies_moments",
     ),
+    Mutant(
+        id="elastic/tracker-without-permission",
+        bug="a leader that was frozen in a save and replaced moves the tracker back",
+        file="checkpoint/folder.py",
+        old="        self.permit()\n        before = self.read_tracker()",
+        new="        before = self.read_tracker()",
+        test="pure/test_checkpoint_folder.py::test_nothing_that_others_see_changes_without_permission",
+    ),
 )

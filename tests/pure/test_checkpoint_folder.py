@@ -13,6 +13,7 @@ import pytest
 
 from megatron_edit.checkpoint import folder as module
 from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, FoundCheckpoint
+from megatron_edit.errors import EditError
 
 # Disk operations of a commit; a crash may happen in each of them.
 OPERATIONS = (
@@ -154,6 +155,34 @@ def test_repair_completes_interrupted_replacement(tmp_path: Path, kinds: list[st
     for kind in kinds:
         write(tmp_path / f".iter_0000200.job.{kind}", kind)
     assert folder.repair() == [folder.final(200)] and label_of(folder.newest()) == kinds[-1]
+
+
+def test_nothing_that_others_see_changes_without_permission(tmp_path: Path) -> None:
+    """It may be taken back at any moment of a commit. Would catch: a tracker that goes back."""
+    for last in count():
+        root, asked = tmp_path / str(last), []
+
+        def permit() -> None:
+            asked.append(1)  # noqa: B023
+            if len(asked) > last:  # noqa: B023
+                raise EditError("no")
+
+        folder = CheckpointFolder(root)
+        commit_save(folder, 200)
+        write(folder.partial(50, "other"), "other 50", FILES[:-1])
+        write(folder.partial(100, "job"), "job 100")
+        own = CheckpointFolder(root, permit)
+        try:
+            own.commit(100, "job")
+            own.remove(200, "job")
+        except EditError:
+            pass
+        assert folder.at(200) is not None or last == 4
+        assert folder.partial(50, "other").exists() == (last < 3)
+        assert folder.read_tracker() == ("200" if last < 2 else "100")
+        assert (folder.at(100) is None) == (last == 0)
+        if last == 4:
+            return
 
 
 def test_commit_returns_previously_tracked_iteration(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megatron_edit.host.checkpoint.committing import (
     _is_kept,
     _key,
 )
+from megatron_edit.host.checkpoint.permission import NotPermittedError
 from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED
 from megatron_edit.saved_state import ReplicaEntry
 
@@ -34,6 +35,12 @@ def world() -> ReplicaWorld:
     """Return the world of rank 0 of replica 0, with a store in memory."""
     store = dist.HashStore()
     return ReplicaWorld(Placement(REPLICAS, 0, RANKS, 0, True), store, store, timedelta(seconds=1))
+
+
+def single_world() -> ReplicaWorld:
+    """Return the world of the only rank of a replica of an elastic run."""
+    store = dist.HashStore()
+    return ReplicaWorld(Placement(1, 0, 1, 0, True), store, store, timedelta(seconds=1))
 
 
 def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more: Any) -> RankSave:
@@ -175,6 +182,36 @@ def test_complete_checkpoint_with_stale_tracker_is_no_failure(
     committer._fail(save, OSError(28, "No space left on device"))
     assert not committer._failures
     assert "iteration 8 is complete, but the tracker may not name it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exit_code", [0, 5])
+def test_replica_that_may_not_complete_a_save_touches_nothing(
+    tmp_path: Path, exit_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it could not write its part."""
+
+    def refuse() -> None:
+        raise NotPermittedError("no", exit_code)
+
+    here = single_world()
+    committer = Committer(here)
+    for errors in ([], ["disk full"]):
+        save = part(tmp_path)
+        save = dataclasses.replace(save, folder=CheckpointFolder(tmp_path, refuse))
+        save.partial.mkdir(parents=True, exist_ok=True)
+        save.random_file.write_text("a file")
+        save.record.errors.extend(errors)
+        committer.start(save)
+        assert committer._last is not None
+        committer._last.join()
+        assert [p for p in tmp_path.rglob("*") if p.is_file()] == [save.random_file]
+        assert "checkpoint of iteration 8: no" in capsys.readouterr().out
+    if exit_code:
+        with pytest.raises(NotPermittedError, match="no") as caught:
+            committer.wait()
+        assert caught.value.exit_code == exit_code
+    else:
+        committer.wait()
 
 
 def test_retain_interval_keeps_its_multiples(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_edit.elastic.hub_state import LeaveReason, Phase
+from megatron_edit.elastic.hub_state import LeaveReason, Phase, Standing
 from megatron_edit.elastic.inputs import (
     Disconnected,
     EpochOverdue,
@@ -156,6 +156,32 @@ def test_leader_is_the_member_that_joined_first() -> None:
     run.join("b", 2)
     run.arrive("a", "b")
     assert run.sent["b"] == [FormEpoch(1, 3, ("a", "b"), (("a",), ("b",)), leader="a")]
+
+
+def test_only_the_leader_may_change_checkpoints() -> None:
+    """Would catch: a leader that was taken out, and publishes a save when it goes on."""
+    run = HubDecisions("a", "b", rounds=1)
+    assert run.state.standing("a", "1") is Standing.LEADER
+    assert run.state.standing("b", "1") is Standing.MEMBER
+    assert run.state.standing("a", "2") is run.state.standing("c", "1") is Standing.NONE
+    run.take("a", Lost(LeaveReason.EVICTED))
+    for _ in range(2):
+        assert run.state.standing("a", "1") is Standing.NONE
+        assert run.state.standing("b", "1") is Standing.LEADER
+        run.restart()
+    run.take("b", run.hello("b", 2, is_fresh=False, applied=1, digest="d0", epoch=1))
+    run.take("a", run.hello("a", 2, "2"))
+    assert run.state.standing("a", "2") is Standing.MEMBER
+    assert run.state.standing("a", "1") is Standing.NONE
+    run.take("b", Lost())
+    assert run.state.standing("b", "1") is Standing.NONE
+
+
+def test_leader_may_save_after_the_end_of_the_run() -> None:
+    """As after a signal in the warm-up."""
+    run = HubDecisions("a", "b")
+    run.take("b", Leave("signal"))
+    assert run.records == ["end"] and run.state.standing("a", "1") is Standing.LEADER
 
 
 def test_stop_is_not_forgotten_by_a_restarted_hub() -> None:

@@ -21,9 +21,11 @@ import pytest
 from megatron_edit.elastic import agent, deadlines, liveness, server
 from megatron_edit.elastic.agent import Agent, HubAddress, open_session, query
 from megatron_edit.elastic.channel import HUB_ROLES, PEER, REPLICA, ChannelError
+from megatron_edit.elastic.hub_state import Standing
 from megatron_edit.elastic.journal import read_journal
 from megatron_edit.elastic.messages import End, Fenced, Hello, Refused, encode
 from megatron_edit.elastic.replica import exit_of
+from megatron_edit.errors import ReplicaLostError
 from tests.harness.hub import PretendingReplica, running_hub
 
 
@@ -272,6 +274,32 @@ def test_evicted_incarnation_is_fenced(tmp_path: Path) -> None:
         assert isinstance(cut.orders[-1], Fenced)
         kept.join()
     assert commits(tmp_path)[-1]["members"] == ["a"]
+
+
+def test_replica_asks_what_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its own connection is lost, and no sooner than the hub answers."""
+    monkeypatch.setattr(agent, "LAST_RETRY_SECONDS", 0.05)
+    found: list[Standing] = []
+    with running_hub(tmp_path) as (hub, address):
+        first = PretendingReplica(address, "a", 2, 10_000).start()
+        wait_until(lambda: hub.state.roster)
+        second = PretendingReplica(address, "b", 2, 10_000).start()
+        wait_until(lambda: hub.state.round > 0)
+        assert first.agent.ask_standing() is Standing.LEADER
+        assert second.agent.ask_standing() is Standing.MEMBER
+    asking = threading.Thread(target=lambda: found.append(first.agent.ask_standing()))
+    asking.start()
+    with running_hub(tmp_path, port=address.port) as (hub, _):
+        asking.join(10.0)
+        assert found == [Standing.LEADER]
+        wait_until(lambda: len(hub._connections) == 2)
+        first.kill()
+        wait_until(lambda: second.agent.ask_standing() is Standing.LEADER)
+        assert first.agent.ask_standing() is Standing.NONE
+        second.kill()
+    second.agent._timeout = 0.2
+    with pytest.raises(ReplicaLostError, match="no hub answers"):
+        second.agent.ask_standing()
 
 
 class SilentReplica:

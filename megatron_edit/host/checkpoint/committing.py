@@ -38,6 +38,7 @@ from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import EditError, ReplicaLostError, UsageError, to_one_line
+from megatron_edit.host.checkpoint.permission import NotPermittedError
 from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, error_text
 from megatron_edit.method.order import share_of
 from megatron_edit.observe.console import say, warn
@@ -122,6 +123,7 @@ class Committer:
         # a row, which ends training.
         self._failures: list[str] = []
         self._end: str | None = None
+        self._refusal: NotPermittedError | None = None
         self._until = math.inf  # on the monotonic clock
 
     @property
@@ -146,7 +148,7 @@ class Committer:
             except _Abandoned:
                 say(f"the checkpoint of iteration {part.manifest.iteration} is not completed")
             except Exception as error:
-                self._fail(part, error)
+                self._fail_if_permitted(part, error)
 
         self._last = threading.Thread(target=work, name="edit-commit", daemon=True)
         self._last.start()
@@ -169,6 +171,7 @@ class Committer:
         Raises:
             EditError: the last one, or two in a row, could not be written; on all ranks. Earlier
                 ones are intact.
+            NotPermittedError: this replica of an elastic run may not complete checkpoints any more.
             ReplicaLostError: global rank 0 does not report the outcome.
         """
         longest = max(self._last_wait, timeout_seconds)
@@ -180,16 +183,41 @@ class Committer:
         patience = timedelta(seconds=2 * longest)
         outcome = self._world.shared_text("save/outcome", self._outcome, patience)
         self._world.wait_for_all_readers("save/outcome-read", patience)
-        if outcome:
-            raise EditError(outcome)
+        if not outcome:
+            return
+        code, _, text = outcome.partition(" ")
+        raise NotPermittedError(text, int(code)) if int(code) else EditError(text)
 
     def _outcome(self) -> str:
-        """Return the error that ends the run; empty for none."""
+        """Return the error that ends the run, after the exit code of a replica that may not
+        complete checkpoints any more, else 0; empty for none."""
+        if self._refusal is not None:
+            return f"{self._refusal.exit_code} {self._refusal}"
+        failure = self._failure()
+        return f"0 {failure}" if failure else ""
+
+    def _failure(self) -> str:
+        """Return the failure that ends the run; empty for none."""
         if self._end is not None:
             ended = "training was ended, as two checkpoints in a row could not be written"
             state = "" if self._failures else "; its state at the end is saved"
             return f"{ended} (the second: {self._end}){state}"
         return self._failures[-1] if self._failures else ""
+
+    def _fail_if_permitted(self, part: RankSave, error: Exception) -> None:
+        """Report a failure, unless this replica may not complete a checkpoint any more: its files
+        may have been removed by the new leader, and nothing of the checkpoint is touched."""
+        try:
+            if isinstance(error, NotPermittedError):
+                raise error
+            part.folder.permit()
+        except NotPermittedError as refusal:
+            if refusal.exit_code:
+                self._refusal = refusal
+            what = f"the checkpoint of iteration {part.manifest.iteration}"
+            say(f"nothing more is done for {what}: {refusal}")
+        else:
+            self._fail(part, error)
 
     def _fail(self, part: RankSave, error: Exception) -> None:
         """Report that a checkpoint could not be completed, and remove its files."""
@@ -215,6 +243,7 @@ class Committer:
         store.set(key, json.dumps(_report_of(part, place.replica, place.rank)))
         if place.global_rank == 0:
             manifest = self._gather(part, store)
+            part.folder.permit()  # one with a manifest is complete: others may rename it
             check_sizes(part.partial, manifest.files)  # unchanged since it was written
             write_durably(manifest_path(part.partial), manifest.text())
             _finish(part)

@@ -33,6 +33,7 @@ from megatron_edit.host.checkpoint.outer import (
     shared_kinds,
 )
 from megatron_edit.host.checkpoint.paths import Redirection, without_retention
+from megatron_edit.host.checkpoint.permission import NotPermittedError, permission
 from megatron_edit.host.checkpoint.random import save_streams, streams_name
 from megatron_edit.host.checkpoint.replica_local import (
     RankShards,
@@ -109,6 +110,8 @@ class CheckpointWriter:
         self._engine, self._host, self._pieces = engine, host, pieces
         self._redirection = redirection
         self._committer = Committer(world, max(MIN_TIMEOUT_SECONDS, config.timeout_seconds or 0.0))
+        elastic = engine.elastic
+        self._permit = permission(None if elastic is None else elastic.membership.agent)
         self._is_first_save = True
         # Requests of the outer state: scheduled together with that of Megatron's own save.
         self._outer: list[AsyncRequest] = []
@@ -137,11 +140,11 @@ class CheckpointWriter:
         if plan.is_stop_save:
             self._committer.abandon()
         place, args = self._world.scope, self._host.arguments
-        folder = CheckpointFolder(Path(args.save))
+        folder = CheckpointFolder(Path(args.save), self._permit)
         # The last save of the run may have the same iteration as one that is not completed.
         job = f"{self._job}{STOP}" if plan.is_stop_save else self._job
         if self._is_first_save and place.global_rank == 0:
-            folder.remove_partial_saves(job)
+            _remove_partial_saves(folder, job)
         self._is_first_save = False
         partial = folder.partial(plan.iteration, job)
         state = self._engine.state_dict()
@@ -318,6 +321,19 @@ class CheckpointWriter:
         if plan.samples is not None:
             return plan.samples
         return self._host.counters.samples * self._world.placement.num_replicas
+
+
+def _remove_partial_saves(folder: CheckpointFolder, job: str) -> None:
+    """Remove partial saves of other jobs, where this replica may.
+
+    Raises:
+        NotPermittedError: the replica is to end.
+    """
+    try:
+        folder.remove_partial_saves(job)
+    except NotPermittedError as error:
+        if error.exit_code:
+            raise
 
 
 def _job_name() -> str:
