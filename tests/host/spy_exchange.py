@@ -27,18 +27,23 @@ def end_in_exchange() -> None:
     SyncManager.start = spied  # type: ignore[method-assign]
 
 
-def freeze_in_save() -> None:
-    """Freeze, once the file `freeze` exists, in the completion of a checkpoint, before the tracker
-    names it."""
+def end_in_save() -> None:
+    """Send itself a signal in the completion of a checkpoint, before the tracker names it.
+
+    The file `save` has the number of the signal, and text that the path of the checkpoint contains;
+    it is renamed to `saving` before.
+    """
     from megatron_edit.checkpoint import folder
 
     sync = folder._sync_folder
 
     def synced(path: Path) -> None:
         sync(path)
-        if (wanted := out_dir() / "freeze").exists():
-            wanted.rename(out_dir() / "frozen")
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if (wanted := out_dir() / "save").exists():
+            number, _, text = wanted.read_text().partition(" ")
+            if text in str(path):
+                wanted.rename(out_dir() / "saving")
+                os.kill(os.getpid(), int(number))
 
     folder._sync_folder = synced
 

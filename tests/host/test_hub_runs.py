@@ -223,16 +223,14 @@ def test_leader_that_was_frozen_in_a_save_does_not_complete_it(tmp_path: Path) -
     flags = {"train_iters": 2000, "global_batch_size": 12, "save": saves, "save_interval": 20,
              "save_retain_interval": 10_000}  # fmt: skip
     tracker = saves / "latest_checkpointed_iteration.txt"
-    with elastic_run(
-        tmp_path, 3, flags=flags, before="tests.host.spy_exchange:freeze_in_save"
-    ) as run:
+    with elastic_run(tmp_path, 3, flags=flags, before="tests.host.spy_exchange:end_in_save") as run:
         for name in "abc":
             run.start(name)
         run.wait_for_commits(2)
         old = run.events("epoch")[-1]["leader"]
         others = "abc".replace(old, "")
-        (run.spy_dir(old) / "freeze").touch()
-        run.wait_for((run.spy_dir(old) / "frozen").exists)
+        (run.spy_dir(old) / "save").write_text(f"{signal.SIGSTOP:d} ")
+        run.wait_for((run.spy_dir(old) / "saving").exists)
         before = tracker.read_text() if tracker.exists() else "0"
         run.wait_for(lambda: run.events("leave"), 30)
         run.wait_for(lambda: tracker.exists() and int(tracker.read_text()) > int(before) + 40)
@@ -247,6 +245,31 @@ def test_leader_that_was_frozen_in_a_save_does_not_complete_it(tmp_path: Path) -
         run.wait_for(lambda: int(tracker.read_text()) > int(text))
         run.ask_hub("stop")
         finish(run, others)
+
+
+def test_run_has_not_ended_while_its_last_save_is_missing(tmp_path: Path) -> None:
+    """The leader is killed in it, and the others have ended: started again, all load what there is.
+    Would catch: a run that has ended with success, of which the end is lost."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 60, "global_batch_size": 8, "save": saves, "save_interval": 20,
+             "load": saves}  # fmt: skip
+    spy = "tests.host.spy_exchange:end_in_save"
+    with elastic_run(tmp_path, 2, flags=flags, before=spy) as run:
+        for name in "ab":
+            (run.spy_dir(name) / "save").write_text(f"{signal.SIGKILL:d} iter_0000060")
+            run.start(name)
+        run.wait_for(lambda: any((run.spy_dir(name) / "saving").exists() for name in "ab"))
+        killed = "a" if (run.spy_dir("a") / "saving").exists() else "b"
+        assert run.codes(killed) == [-signal.SIGKILL]
+        assert run.codes("ab".replace(killed, "")) == [0]
+        run.wait_for(lambda: len(run.events("leave")) == 2, 60)
+        assert not run.events("end")
+        for name in "ab":
+            (run.spy_dir(name) / "save").unlink(missing_ok=True)
+            run.start(name)
+        finish(run, "ab")
+        assert run.events("end")[-1]["reason"] == "finished"
+        assert (saves / "latest_checkpointed_iteration.txt").read_text() == "60"
 
 
 @pytest.mark.parametrize("policy", ["leader", "reset"])
