@@ -125,8 +125,14 @@ class Liveness:
                 contact.gone, contact.patience = now, SILENT_SECONDS
         silent = [name for name in names if self._silence(name, now) > 0]
         if 2 * len(silent) > len(names):
-            silent = [n for n in silent if self._silence(n, now) > MASS_SECONDS - SILENT_SECONDS]
+            silent = [name for name in silent if self._silence(name, now) > self._more(name)]
         return silent
+
+    def _more(self, name: str) -> float:
+        """Seconds more for each, where most are silent: then the hub's own link may be at fault. A
+        connection that has ended may be made again as soon as that is over."""
+        is_gone = self._contacts[name].gone is not None
+        return SILENT_SECONDS if is_gone else MASS_SECONDS - SILENT_SECONDS
 
     def _contact(self, name: str, now: float) -> Contact:
         return self._contacts.setdefault(name, Contact(now, progressed=now, stepped=now))

@@ -82,6 +82,13 @@ def test_silence_of_most_replicas_is_the_fault_of_the_link() -> None:
     hub = Hub("a", "b", "c", rounds=1)
     hub.silent = {"b", "c"}
     assert [name for name, _ in hub.wait_for(MASS_SECONDS)] == ["b", "c"]
+    # Connections that have ended are made again soon, if at all.
+    killed = Hub("a", "b", "c", rounds=1)
+    for name in "bc":
+        killed.run.take(name, Disconnected())
+        killed.liveness.disconnected(name, killed.now)
+    found = killed.wait_for(GONE_SECONDS + SILENT_SECONDS)
+    assert [name for name, _ in found] == ["b", "c"]
 
 
 def test_times_begin_again_after_a_pause_of_the_hub() -> None:
