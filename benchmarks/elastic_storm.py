@@ -14,7 +14,9 @@ committed samples per second of a replica that is alive and healed, who takes pa
 the delay of the survivors of a kill (from the last commit before it to the first one without the
 victim, beyond the usual length of as many rounds), blocks that are lost or doubled, and whether the
 parameters are equal at the end. A wait that takes too long is a hang; the storm goes on with new
-processes after it.
+processes after it. The runs without faults also give the control time: what a replica does in a
+step only because there is a hub, on its main thread and on that of the connection. `--faults 0`
+measures only that.
 
 OUT has `tape.json`, `done.jsonl` (a line for each fault that was made), a folder for each run, and
 `summary.json`. With `--resume` an interrupted storm goes on with the next fault, in a new run;

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_edit.observe.line_files import read_json_lines
 
+from .control import Control
 from .faults import Done
 from .watch import ACTIONS, NOMINAL, OUTCOME
 
@@ -31,12 +32,14 @@ class Part:
         journal: all its lines.
         actions: what was done to replicas, and has happened to them.
         digests: of the parameters at the end, by replica and rank; None where it did not end.
+        control: what the hub costs; None where it was not measured.
     """
 
     commits: tuple[dict[str, Any], ...]
     journal: tuple[dict[str, Any], ...]
     actions: tuple[dict[str, Any], ...]
     digests: Mapping[str, Sequence[str]] | None
+    control: Control | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Part:
@@ -48,6 +51,7 @@ class Part:
             lines,
             tuple(read_json_lines(folder / ACTIONS)),
             json.loads(outcome.read_text())["digests"] if outcome.exists() else None,
+            Control.read(folder),
         )
 
     def after(self, event: str, when: float, **having: Any) -> Iterator[dict[str, Any]]:
@@ -333,6 +337,7 @@ class Summary:
     quiet_round: float
     speed: float
     reference_speeds: tuple[float, ...]
+    controls: tuple[Control, ...]
     costs: tuple[Cost, ...]
     participation: tuple[float, ...]
     delays: tuple[Delay, ...]
@@ -348,7 +353,18 @@ class Summary:
     def relative_speed(self) -> float | None:
         """Committed samples per live replica-second, over those without faults."""
         references = self.reference_speeds
-        return self.speed / median(references) if references else None
+        return self.speed / median(references) if references and self.num_parts else None
+
+    @property
+    def usual_exchange(self) -> float | None:
+        """Seconds of an exchange without faults, the median."""
+        seconds = [each for control in self.controls for each in control.exchanges]
+        return median(seconds) if seconds else None
+
+    @property
+    def control_share(self) -> float | None:
+        """Control time of a step as a share of it, in the run without faults where it is larger."""
+        return max((control.share for control in self.controls), default=None)
 
     @property
     def speed_of_quiet_rounds(self) -> float | None:
@@ -387,6 +403,7 @@ def summarize(parts: Sequence[Part], references: Sequence[Part], dones: Sequence
         quiet_round=_median([x for part, made in of_parts for x in quiet_rounds_of(part, made)]),
         speed=speed_of(parts),
         reference_speeds=tuple(reference_speeds),
+        controls=tuple(part.control for part in references if part.control is not None),
         costs=tuple(
             cost
             for part, made in of_parts

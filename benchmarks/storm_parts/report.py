@@ -16,6 +16,7 @@ MAX_MINUTES = 40.0
 LEAST_SPEED, LEAST_PARTICIPATION = 0.93, 0.95
 MEDIAN_DELAY, LONGEST_DELAY = 1.0, 15.0  # seconds; the longest: and an exchange
 MOST_SYNCS = 2
+MOST_CONTROL = 0.01  # of a step
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def verdicts(summary: Summary) -> list[Verdict]:
     delays = Spread.of([delay.seconds for delay in summary.delays])
     syncs = Spread.of([each.syncs for each in summary.returns])
     participation = Spread.of(summary.participation)
+    longest = LONGEST_DELAY + (summary.usual_exchange or 0.0)
     return [
         Verdict("hangs", len(summary.hangs), 0, is_strict=True),
         Verdict("signs of drift", len(summary.drifts), 0, is_strict=True),
@@ -74,9 +76,11 @@ def verdicts(summary: Summary) -> list[Verdict]:
         Verdict("extra delay after a kill, median (s)",
                 None if delays is None else delays.median, MEDIAN_DELAY),
         Verdict("extra delay after a kill, longest (s)",
-                None if delays is None else delays.max, LONGEST_DELAY + summary.usual_round),
+                None if delays is None else delays.max, longest),
         Verdict("syncs until a replica that has joined counts, most",
                 None if syncs is None else syncs.max, MOST_SYNCS),
+        Verdict("control time per step without faults, share of a step",
+                summary.control_share, MOST_CONTROL),
     ]  # fmt: skip
 
 
@@ -116,6 +120,21 @@ def rows(summary: Summary, dones: Sequence[Done]) -> list[Row]:
     return found
 
 
+def control_rows(summary: Summary) -> list[dict[str, Any]]:
+    """What the hub costs in each run without faults."""
+    return [
+        {
+            "seconds_of_a_step": control.step,
+            "main_thread_per_step": control.main,
+            "agent_cpu_per_step": control.agent,
+            "share_of_a_step": control.share,
+            "per_meeting": Spread.of(control.meetings),
+            "exchange": Spread.of(control.exchanges),
+        }
+        for control in summary.controls
+    ]
+
+
 def page(summary: Summary, dones: Sequence[Done]) -> str:
     """The page in Markdown."""
     columns = [
@@ -126,12 +145,21 @@ def page(summary: Summary, dones: Sequence[Done]) -> str:
         Column("extra delay of survivors (s)", "delay", "{:.2f}", of=ALL),
         Column("cost (replica-seconds)", "cost", "{:.1f}", of=ALL),
     ]
+    of_control = [
+        Column("without faults: step (s)", "seconds_of_a_step", "{:.3f}"),
+        Column("control in a step: main thread (ms)", "main_thread_per_step", "{:.3f}", 1e3),
+        Column("agent's thread (ms)", "agent_cpu_per_step", "{:.3f}", 1e3),
+        Column("share of a step (%)", "share_of_a_step", "{:.2f}", 1e2),
+        Column("control in a meeting (ms)", "per_meeting", "{:.1f}", 1e3, of=ALL),
+        Column("exchange (ms)", "exchange", "{:.1f}", 1e3, of=ALL),
+    ]
     wrong = [f"- {text}" for text in (*summary.hangs, *summary.drifts, *summary.problems)]
     return "\n\n".join(
         filter(
             None,
             [
-                table_of(columns, rows(summary, dones)),
+                table_of(columns, rows(summary, dones)) if dones else "",
+                table_of(of_control, control_rows(summary)),
                 "\n".join(verdict.line for verdict in verdicts(summary)),
                 "\n".join(wrong),
             ],
@@ -152,6 +180,7 @@ def series(summary: Summary, dones: Sequence[Done]) -> dict[str, Any]:
         "samples_per_live_replica_second": summary.speed,
         "of_rounds_between_faults": summary.speed_of_quiet_rounds,
         "reference_samples_per_live_replica_second": list(summary.reference_speeds),
+        "control_without_faults": control_rows(summary),
         "participation": Spread.of(summary.participation),
         "commits_without_a_live_replica": sum(x < 1 for x in summary.participation),
         "kinds": rows(summary, dones),

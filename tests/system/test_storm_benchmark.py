@@ -2,7 +2,8 @@
 
 Would catch: a tape that a resumed storm does not continue, a kind of fault that is never made,
 seconds of a dead or frozen replica that count, waiting of the survivors that does not count, a
-block that is lost or doubled without being noticed, and a target with the comparison reversed.
+block that is lost or doubled without being noticed, waiting for others that counts as control time,
+and a target with the comparison reversed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from storm_parts.analysis import (
     speed_of,
     summarize,
 )
+from storm_parts.control import Control, MeetingTimes, RankTimes
 from storm_parts.faults import MAKERS, Done
 from storm_parts.report import verdicts
 from storm_parts.tape import KINDS, Tape, draw
@@ -167,6 +169,24 @@ def test_targets_compare_with_runs_without_faults() -> None:
     assert not all(v.passes for v in verdicts(replace(summary, num_doubled=1)))
 
 
+def test_control_time_is_that_of_the_dearest_replica() -> None:
+    """At meetings, waiting for replicas and the exchange are left out; 7 ms of a step of 0.5 s are too many."""
+    late = MeetingTimes(1, 12.0, 12.3, 14.0, 14.5)
+    ranks = [RankTimes(0.5, 0.002, 0.001, [MeetingTimes(1, 10.0, 12.2, 14.1, 14.4)]),
+             RankTimes(0.5, 0.001, 0.006, [late, replace(late, round=2)])]  # fmt: skip
+    found = Control.of(ranks)
+    assert found is not None and Control.of([]) is None
+    assert (found.main, found.agent) == (0.001, 0.006)
+    assert found.share == pytest.approx(0.014)
+    assert found.meetings == pytest.approx([0.3 + 0.4])  # not the second, which only one was in
+    assert found.exchanges == pytest.approx([14.1 - 12.2])
+    parts = [replace(part(steady()), control=found)] * 2
+    missed = [v for v in verdicts(summarize([], parts, [])) if not v.passes]
+    assert [v.text for v in missed] == ["control time per step without faults, share of a step"]
+    bounds = {v.text: v.bound for v in verdicts(summarize([], parts, []))}
+    assert bounds["extra delay after a kill, longest (s)"] == pytest.approx(15.0 + 1.9)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 def test_storm_is_resumed(tmp_path: Path) -> None:
@@ -187,3 +207,6 @@ def test_storm_is_resumed(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     results = read_one(out / "summary.json")
     assert (results["faults"], results["parts"]) == (3, 2)
+    for control in results["control_without_faults"]:
+        assert 0 < control["share_of_a_step"] < 0.5, control
+        assert control["agent_cpu_per_step"] > 0 and control["exchange"]["median"] > 0
