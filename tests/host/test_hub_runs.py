@@ -7,6 +7,7 @@ lost replica.
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,35 @@ def test_hub_changes_no_bit(
         assert end["reason"] == "finished" and end["holes"] == []
 
 
+# Four parameter groups, whose rates and weight decays move at every step.
+RATES = {"decoupled_lr": 4e-4, "decoupled_min_lr": 1e-4, "start_weight_decay": 0.01,
+         "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}  # fmt: skip
+
+
+def check_rates(run: ElasticRun, returned: str, members: str) -> None:
+    """Check that all replicas have the same rate and weight decay in each parameter group, in each
+    step that one that has returned makes in the same round as a member."""
+    found: dict[str, dict[tuple[int, int], Any]] = {}
+    for name in (*members, returned):
+        path = run.spy_dir(name) / "rates-0.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        newest = run.starts[name][-1].pids[0]
+        found[name] = {(x[1], x[2]): x[3] for x in lines if x[0] == newest}
+    back = found[returned]
+    for name in members:
+        shared = back.keys() & found[name].keys()
+        assert len({samples for samples, _ in shared}) >= 3, "no round in common"
+        assert all(back[key] == found[name][key] for key in shared), f"{returned}, {name}"
+    groups = list(back.values())
+    assert all(len({rate for rate, _ in each}) >= 2 for each in groups), "all groups have one rate"
+    assert all(len({decay for _, decay in each}) >= 2 for each in groups)
+    assert len({str(each) for each in groups}) == len(groups), "the rates do not move"
+
+
 def test_killed_replica_returns(tmp_path: Path) -> None:
-    flags = {"train_iters": 150, "global_batch_size": 12, "lr_decay_style": "cosine"}
-    with elastic_run(tmp_path, 3, flags=flags) as run:
+    flags = {"train_iters": 150, "global_batch_size": 12, "lr_decay_style": "cosine", **RATES}
+    before = "tests.host.spy_rates:record_rates"
+    with elastic_run(tmp_path, 3, flags=flags, before=before) as run:
         for name in "abc":
             run.start(name)
         run.wait_for_commits(2)
@@ -96,6 +123,7 @@ def test_killed_replica_returns(tmp_path: Path) -> None:
                 if "lr" in line:
                     rates.setdefault(line["samples_all"], set()).add(line["lr"])
         assert all(len(values) == 1 for values in rates.values()), "learning rates differ"
+        check_rates(run, "b", "ac")
 
 
 def test_hub_is_killed_again_and_again(tmp_path: Path) -> None:
