@@ -31,6 +31,11 @@ def losses_of(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     return [(x["replica_step"], x["loss"], x["lr"]) for x in lines if "replica_step" in x]
 
 
+def digests_of(run: ElasticRun, name: str) -> list[str]:
+    """Digests of the final parameters of a replica's ranks, as `RECORD` has written them."""
+    return [record["digest"] for record in read_records(run.spy_dir(name), run.ranks)]
+
+
 def finish(run: ElasticRun, names: str) -> None:
     """Wait for the regular end of replicas."""
     for name in names:
@@ -173,19 +178,30 @@ def test_replica_leaves_on_request_and_another_joins(tmp_path: Path) -> None:
         run.check_blocks(WARMUP * 2)
 
 
-def test_rank_of_a_replica_is_killed(tmp_path: Path) -> None:
-    flags = {"train_iters": 200, "global_batch_size": 8, "tensor_model_parallel_size": 2}
-    with elastic_run(tmp_path, 2, ranks=2, flags=flags) as run:
+@pytest.mark.parametrize(
+    ("rank", "more"),
+    [
+        pytest.param(1, {}, id="fp32"),
+        pytest.param(
+            0, {"bf16": True, "edit_sync_dtype": "bf16"}, id="bf16-rank-0", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_rank_of_a_replica_is_killed(tmp_path: Path, rank: int, more: dict[str, Any]) -> None:
+    """The other rank ends by itself, also where rank 0 is killed, which speaks with the hub."""
+    flags = {"train_iters": 200, "global_batch_size": 8, "tensor_model_parallel_size": 2, **more}
+    with elastic_run(tmp_path, 2, ranks=2, flags=flags, before=RECORD) as run:
         for name in "ab":
             run.start(name)
         run.wait_for_commits(2)
-        run.signal("b", signal.SIGKILL, rank=1)
-        assert run.codes("b", 5) == [5, -9]
+        run.signal("b", signal.SIGKILL, rank=rank)
+        assert run.codes("b", 10) == ([-9, 5] if rank == 0 else [5, -9]), run.tails()
         run.wait_for(lambda: run.events("leave"), 20)
         run.start("b")
         run.wait_for(lambda: len(run.events("epoch")) >= 3, 60)
         finish(run, "ab")
         run.check_blocks(WARMUP * 2)
+        assert digests_of(run, "a") == digests_of(run, "b")
 
 
 def test_timed_rounds_are_elastic(tmp_path: Path) -> None:
@@ -365,3 +381,25 @@ def test_request_to_stop_in_the_warm_up_saves(tmp_path: Path) -> None:
         run.signal("b", signal.SIGTERM)
         finish(run, "ab")
         assert int((saves / "latest_checkpointed_iteration.txt").read_text()) > 5
+
+
+def test_fewer_than_the_minimum_wait_for_one_that_returns(tmp_path: Path) -> None:
+    """Two of three are killed: the last one commits nothing until one of them is back."""
+    flags = {"train_iters": 80, "global_batch_size": 12}
+    with elastic_run(tmp_path, 3, minimum=2, flags=flags) as run:
+        for name in "abc":
+            run.start(name)
+        run.wait_for_commits(2)
+        run.signal("a", signal.SIGKILL)
+        run.wait_for(lambda: run.events("commit")[-1]["members"] == ["b", "c"], 30)
+        run.signal("b", signal.SIGKILL)
+        run.wait_for(lambda: len(run.events("leave")) == 2, 30)
+        count = len(run.events("commit"))
+        run.wait_for(lambda: "c: waiting" in run.ask_hub("status"), 30)
+        run.start("b")
+        run.wait_for_commits(count + 3)
+        commits = run.events("commit")
+        assert commits[count]["seq"] > run.events("join")[3]["seq"]
+        assert commits[count]["members"] == ["b", "c"]
+        finish(run, "bc")
+        run.check_blocks(WARMUP * 3)
