@@ -1,13 +1,14 @@
-"""A storm of faults on a real elastic run of four replicas, by a seeded tape.
+"""A storm of faults on a real elastic run, by a seeded tape.
 
     python benchmarks/elastic_storm.py --faults 60 --seed 1 --out storm [--resume]
 
 Four replicas of a tiny GPT train on this machine, with a hub; a step lasts `--step` seconds, most
-of which is sleep, so that two cores can run them all. The faults of the tape, which follows from
-seed and length alone, are made one after the other (`storm_parts/tape.py`): replicas are killed at
+of which is sleep, so that two cores can run them all. With `--replicas 3 --ranks 2` they are three
+of two ranks each, of which a fault can kill one. The faults of the tape, which follows from seed
+and length alone, are made one after the other (`storm_parts/tape.py`): replicas are killed at
 chosen places, frozen, asked to end, join; the hub is killed and frozen; a bit is flipped. What has
 ended is started again after a few seconds, as SLURM or Kubernetes would. The next fault comes when
-the run is whole again and has been so for a while: all four replicas have samples in a commit.
+the run is whole again and has been so for a while: all replicas have samples in a commit.
 
 Before and after the storm the same run is measured without faults. From journal and tape follow:
 committed samples per second of a replica that is alive and healed, who takes part in each commit,
@@ -45,6 +46,7 @@ from storm_parts.faults import Done, make  # noqa: E402
 from storm_parts.report import page, series, verdicts  # noqa: E402
 from storm_parts.tape import Tape  # noqa: E402
 from storm_parts.watch import (  # noqa: E402
+    NAMES,
     OUTCOME,
     HangError,
     Shape,
@@ -83,6 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         f"(default: 24; 4 with fewer than {QUICK_FAULTS} faults)")  # fmt: skip
     add("--reference", type=float, help="seconds of each of the two runs without faults (default: "
         f"90; 16 with fewer than {QUICK_FAULTS} faults)")  # fmt: skip
+    add("--replicas", type=int, default=shape.replicas, choices=range(2, len(NAMES) + 1),
+        help="that the run begins with (default: 4)")  # fmt: skip
     add("--ranks", type=int, default=shape.ranks, help="ranks of a replica (default: 1)")
     add("--step", type=float, default=shape.step, help=f"seconds (default: {shape.step})")
     add("--tau", type=int, default=shape.tau, help=f"steps of a round (default: {shape.tau})")
@@ -101,7 +105,7 @@ def tape_of(args: argparse.Namespace) -> Tape:
     Raises:
         SystemExit: the folder has a tape with other settings.
     """
-    shape = Shape(ranks=args.ranks, step=args.step, tau=args.tau)
+    shape = Shape(replicas=args.replicas, ranks=args.ranks, step=args.step, tau=args.tau)
     own = ("faults", "seed", "pause", "reference")
     tape = Tape.draw({name: getattr(args, name) for name in own} | asdict(shape))
     path: Path = args.out / "tape.json"

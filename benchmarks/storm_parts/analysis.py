@@ -15,7 +15,7 @@ from megatron_edit.observe.line_files import read_json_lines
 
 from .control import Control
 from .faults import Done
-from .watch import ACTIONS, NOMINAL, OUTCOME
+from .watch import ACTIONS, OUTCOME, Shape
 
 KILLS = ("kill-train", "kill-gather", "kill-exchange", "kill-save", "kill-leader", "kill-rank",
          "kill-donor")  # fmt: skip
@@ -33,6 +33,7 @@ class Part:
         actions: what was done to replicas, and has happened to them.
         digests: of the parameters at the end, by replica and rank; None where it did not end.
         control: what the hub costs; None where it was not measured.
+        replicas: that the run begins with.
     """
 
     commits: tuple[dict[str, Any], ...]
@@ -40,6 +41,7 @@ class Part:
     actions: tuple[dict[str, Any], ...]
     digests: Mapping[str, Sequence[str]] | None
     control: Control | None = None
+    replicas: int = Shape.replicas
 
     @classmethod
     def read(cls, folder: Path) -> Part:
@@ -52,6 +54,7 @@ class Part:
             tuple(read_json_lines(folder / ACTIONS)),
             json.loads(outcome.read_text())["digests"] if outcome.exists() else None,
             Control.read(folder),
+            next((line["nominal"] for line in lines if line["event"] == "join"), Shape.replicas),
         )
 
     def after(self, event: str, when: float, **having: Any) -> Iterator[dict[str, Any]]:
@@ -301,7 +304,7 @@ def blocks_of(part: Part) -> tuple[int, int, int]:
         return 0, 0, 0
     known = set(committed)
     left = {block for first, count in holes for block in range(first, first + count)}
-    wanted = set(range(WARMUP_STEPS * len(NOMINAL), max(known | left) + 1))
+    wanted = set(range(WARMUP_STEPS * part.replicas, max(known | left) + 1))
     num_lost = len(wanted - known - left) + len(known - wanted)
     return len(committed), num_lost, len(committed) - len(known) + len(known & left)
 

@@ -113,7 +113,7 @@ class Control:
 
 
 def _last(times: Sequence[MeetingTimes], what: str) -> float:
-    return max(getattr(each, what) for each in times)
+    return float(max(getattr(each, what) for each in times))
 
 
 # ---- in the ranks
@@ -153,7 +153,7 @@ class ControlMeter:
             self.begins.append(began)
             self.agent[1:] = [_agent_seconds()]
 
-        ElasticRounds.report_progress = timed  # type: ignore[method-assign]
+        ElasticRounds.report_progress = timed  # type: ignore[method-assign, assignment]
 
     def _hook_meetings(self) -> None:
         from megatron_edit.engine.membership import Membership
@@ -178,8 +178,8 @@ class ControlMeter:
             times["exchanged"] = time.monotonic()
             return is_over
 
-        Membership.decide = decided  # type: ignore[method-assign]
-        RoundAttempt.advance = advanced  # type: ignore[method-assign]
+        Membership.decide = decided  # type: ignore[method-assign, assignment]
+        RoundAttempt.advance = advanced  # type: ignore[method-assign, assignment]
 
     def _hook_end(self) -> None:
         import megatron.training.training as training

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .tape import Fault
-from .watch import KILLED, NOMINAL, HangError, Watch
+from .watch import KILLED, HangError, Watch
 
 HIT_SECONDS = 60.0  # until a process comes to a place
 HIT_POLL_SECONDS = 0.01
@@ -71,7 +71,7 @@ def make(watch: Watch, fault: Fault, part: int) -> Done:
 
 def _kill_at_place(watch: Watch, fault: Fault, done: Done) -> None:
     """Kill a replica at a place inside of it."""
-    victim, rank = _victim(fault), _rank(watch, fault)
+    victim, rank = _victim(watch, fault), _rank(watch, fault)
     if fault.place in ("arrived", "ready"):
         rank = 0  # it speaks with the hub
     trigger = watch.folder / "triggers" / victim / f"{fault.place}.{rank}"
@@ -95,7 +95,7 @@ def _kill_leader(watch: Watch, fault: Fault, done: Done) -> None:
 def _kill_rank(watch: Watch, fault: Fault, done: Done) -> None:
     """Kill one rank at any time; the others of its replica must end by themselves."""
     watch.pause(fault.seconds)
-    victim = _victim(fault)
+    victim = _victim(watch, fault)
     watch.run.signal(victim, signal.SIGKILL, rank=_rank(watch, fault))
     _killed(watch, fault, done, victim, time.time(), kills_others=False)
 
@@ -132,7 +132,7 @@ def _killed(
 
 def _freeze_short(watch: Watch, fault: Fault, done: Done) -> None:
     """Freeze a replica for less time than it takes to be taken for lost."""
-    victim = done.victim = _victim(fault)
+    victim = done.victim = _victim(watch, fault)
     watch.run.signal(victim, signal.SIGSTOP)
     done.began = time.time()
     watch.note("freeze", victim, done.began, fault=fault.number)
@@ -144,7 +144,7 @@ def _freeze_short(watch: Watch, fault: Fault, done: Done) -> None:
 
 def _freeze_long(watch: Watch, fault: Fault, done: Done) -> None:
     """Freeze a replica until it is taken for lost; thawed, it must end."""
-    victim = done.victim = _victim(fault)
+    victim = done.victim = _victim(watch, fault)
     watch.run.signal(victim, signal.SIGSTOP)
     done.began = time.time()
     watch.note("down", victim, done.began, fault=fault.number)
@@ -163,7 +163,7 @@ def _freeze_long(watch: Watch, fault: Fault, done: Done) -> None:
 def _term(watch: Watch, fault: Fault, done: Done) -> None:
     """Ask a replica to end, and give it the time for it."""
     watch.pause(fault.seconds)
-    victim = done.victim = _victim(fault)
+    victim = done.victim = _victim(watch, fault)
     done.began = time.time()
     _leave(watch, victim, fault.restart)
     if not watch.events_after("leave", done.began, name=victim, reason="signal"):
@@ -174,7 +174,7 @@ def _term(watch: Watch, fault: Fault, done: Done) -> None:
 
 def _term_kill(watch: Watch, fault: Fault, done: Done) -> None:
     """Ask a replica to end, and kill it soon after."""
-    victim = done.victim = _victim(fault)
+    victim = done.victim = _victim(watch, fault)
     done.began = time.time()
     watch.note("down", victim, done.began, fault=fault.number)
     watch.expect_end(victim, {0, KILLED, FENCED}, fault.restart)
@@ -230,7 +230,7 @@ def _freeze_hub(watch: Watch, fault: Fault, done: Done) -> None:
 def _flip(watch: Watch, fault: Fault, done: Done) -> None:
     """Flip a bit of one replica before a commit. In what it holds for long, it must be found out
     and end; in an average of one exchange, the exchange must be repeated."""
-    victim = done.victim = _victim(fault)
+    victim = done.victim = _victim(watch, fault)
     is_lasting = fault.place != "flip-average"
     if is_lasting:
         watch.expect_end(victim, {DRIFT}, fault.restart)
@@ -256,8 +256,9 @@ def _flip(watch: Watch, fault: Fault, done: Done) -> None:
 # ---- parts of the above
 
 
-def _victim(fault: Fault) -> str:
-    return NOMINAL[int(fault.victim * len(NOMINAL))]
+def _victim(watch: Watch, fault: Fault) -> str:
+    names = watch.shape.names
+    return names[int(fault.victim * len(names))]
 
 
 def _rank(watch: Watch, fault: Fault) -> int:

@@ -16,7 +16,7 @@ from megatron_edit.atomic_files import write_atomic
 from megatron_edit.observe.line_files import LineReader
 from tests.harness.elastic_run import ElasticRun, replica_server
 
-NOMINAL = ("a", "b", "c", "d")
+NAMES = "abcdefgh"  # of the nominal replicas
 POLL_SECONDS = 0.05
 START_SECONDS = 90.0  # from the start of the processes to the first commit
 WHOLE_SECONDS = 60.0  # from the end of a fault until the run is whole again
@@ -36,6 +36,7 @@ class Shape:
     """What is trained.
 
     Attributes:
+        replicas: that the run begins with.
         ranks: of a replica.
         step: seconds of a step; most of it is sleep.
         tau: steps of a round.
@@ -43,18 +44,24 @@ class Shape:
         train_iters: more than the run can make.
     """
 
+    replicas: int = 4
     ranks: int = 1
     step: float = 0.2
     tau: int = 8
     save_rounds: int = 4
     train_iters: int = 50_000
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the replicas that the run begins with."""
+        return tuple(NAMES[: self.replicas])
+
     def flags(self, folder: Path) -> dict[str, Any]:
         """Flags of training, besides those of every elastic run."""
         return {
             "train_iters": self.train_iters,
             "micro_batch_size": 1,
-            "global_batch_size": len(NOMINAL),
+            "global_batch_size": self.replicas,
             "edit_sync_interval": self.tau,
             "edit_warmup_steps": 2,
             "tensor_model_parallel_size": self.ranks,
@@ -105,7 +112,7 @@ class Watch:
         for name in ("hits", "triggers/any"):
             (self.folder / name).mkdir(parents=True)
         self.run = ElasticRun(
-            self.folder, replica_server(), len(NOMINAL), ranks=self.shape.ranks,
+            self.folder, replica_server(), self.shape.replicas, ranks=self.shape.ranks,
             flags=self.shape.flags(self.folder), before="benchmarks.storm_parts.hooks:install",
             env={"STORM_DIR": str(self.folder), "STORM_STEP": str(self.shape.step)},
         )  # fmt: skip
@@ -116,7 +123,7 @@ class Watch:
     def begin(self) -> None:
         """Start hub and replicas; wait for the first commit."""
         self.start_hub()
-        for name in NOMINAL:
+        for name in self.shape.names:
             self.start(name)
         self.wait(lambda: self.commits_after(0.0), START_SECONDS, "no first commit")
 
@@ -208,7 +215,7 @@ class Watch:
         if not is_expected:
             log = self.run.starts[name][-1].log
             self.problem("end", f"{name} has ended with {found}, see {log}")
-        if process.restart is not None and (name in NOMINAL or not is_expected):
+        if process.restart is not None and (name in self.shape.names or not is_expected):
             self._due[name] = now + process.restart
 
     # ---- what is written
@@ -270,7 +277,7 @@ class Watch:
     def is_whole(self, when: float, *more: str) -> bool:
         """Whether all nominal replicas, and others that are named, run, and a commit after a time
         has samples of them all."""
-        names = (*NOMINAL, *more)
+        names = (*self.shape.names, *more)
         if self._due or any(self.has_ended(name) for name in names):
             return False
         return any(
