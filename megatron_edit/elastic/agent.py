@@ -343,15 +343,21 @@ class Agent:
         """
         session = open_session(self._address, CONNECT_SECONDS, REPLICA)
         run = session[1].run
-        if self._state.has_begun and self._run_id not in (b"", run):
+        if self._has_hub and self._run_id != run:
             session[0].close()
             raise ChannelError("it has the journal of another run")
         self._session, self._run_id, self._last_heard = session, run, self._clock()
 
+    @property
+    def _has_hub(self) -> bool:
+        """Whether the ranks train in the run of a hub: another program that answers in its place
+        is taken for a hub that is down."""
+        return self._state.has_begun and bool(self._run_id)
+
     def _after_failure(self, error: Exception) -> LastOrder | None:
         """The last order where a hub cannot be used; None where it may be later."""
         place = f"hub {self._address.host}:{self._address.port}"
-        if isinstance(error, ChannelError):
+        if isinstance(error, ChannelError) and not self._has_hub:
             return Refused(place, str(error), "check its address, token and --state-dir")
         self._num_closed += isinstance(error, ProofRefusedError) and not self._run_id
         if self._num_closed > MAX_CLOSED:

@@ -13,18 +13,26 @@ import re
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from megatron_edit.elastic import agent, deadlines, liveness, server
 from megatron_edit.elastic.agent import Agent, HubAddress, open_session, query
-from megatron_edit.elastic.channel import HUB_ROLES, PEER, REPLICA, ChannelError
+from megatron_edit.elastic.channel import (
+    HUB_ROLES,
+    MAC_BYTES,
+    NONCE_BYTES,
+    PEER,
+    REPLICA,
+    ChannelError,
+)
 from megatron_edit.elastic.hub_state import Standing
 from megatron_edit.elastic.journal import read_journal
 from megatron_edit.elastic.messages import End, Fenced, Hello, Refused, encode
-from megatron_edit.elastic.replica import exit_of
+from megatron_edit.elastic.replica import LastOrder, exit_of
 from megatron_edit.errors import ReplicaLostError
 from tests.harness.hub import PretendingReplica, running_hub
 
@@ -450,16 +458,81 @@ def test_replica_waits_for_a_place_among_strangers(
             each.close()
 
 
-def test_hub_of_another_run_is_refused(tmp_path: Path) -> None:
+@contextmanager
+def foreign_program(port: int) -> Iterator[None]:
+    """A program that is no hub listens on a port, and answers whatever it is sent."""
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        listener.settimeout(0.05)
+
+        def answer() -> None:
+            while not is_over.is_set():
+                with suppress(OSError):
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.sendall(bytes(NONCE_BYTES + MAC_BYTES))
+                        peer.settimeout(1.0)
+                        peer.recv(NONCE_BYTES + MAC_BYTES, socket.MSG_WAITALL)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def errors_of(replica: PretendingReplica) -> list[str]:
+    """From now on: why the replica cannot open a session with the hub, each time that it tries."""
+    found: list[str] = []
+    after_failure = replica.agent._after_failure
+
+    def noted(error: Exception) -> LastOrder | None:
+        found.append(str(error))
+        return after_failure(error)
+
+    replica.agent._after_failure = noted  # type: ignore[method-assign]
+    return found
+
+
+def test_replica_outlasts_other_programs_in_the_place_of_its_hub(tmp_path: Path) -> None:
+    """Would catch: an outage of the hub, in which its port is taken for a while, ends the run."""
+    with running_hub(tmp_path / "one") as (_, address):
+        replica = PretendingReplica(address, "a", 1, 40, step_seconds=0.05).start()
+        wait_until(lambda: commits(tmp_path / "one"))
+    found = errors_of(replica)
+    with running_hub(tmp_path / "two", port=address.port):
+        wait_until(lambda: "it has the journal of another run" in found)
+    with foreign_program(address.port):
+        wait_until(lambda: "the other side does not have this token" in found)
+    with running_hub(tmp_path / "one", port=address.port):
+        replica.join()
+    assert len(commits(tmp_path / "one")) == 40 and not commits(tmp_path / "two")
+
+
+def test_replica_without_its_hub_ends_and_names_what_answers_there(tmp_path: Path) -> None:
     """Would catch a hub that was started again with an empty folder."""
     with running_hub(tmp_path / "one") as (_, address):
-        replica = PretendingReplica(address, "a", 1, 1000, step_seconds=0.05).start()
+        replica = PretendingReplica(address, "a", 1, 1000, step_seconds=0.05)
+        replica.agent._timeout = 1.0
+        replica.start()
         wait_until(lambda: commits(tmp_path / "one"))
     with running_hub(tmp_path / "two", port=address.port):
         replica.join()
-    last = replica.orders[-1]
-    assert isinstance(last, Refused) and last.rule == "it has the journal of another run"
+    place = f"hub 127.0.0.1:{address.port}"
+    assert replica.orders[-1] == End(f"no {place}: it has the journal of another run", 4)
     assert not commits(tmp_path / "two")
+
+
+def test_replica_that_has_not_begun_refuses_another_program_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with foreign_program(port):
+        replica = PretendingReplica(HubAddress("127.0.0.1", port), "a", 1, 1).start()
+        replica.join()
+    last = replica.orders[-1]
+    assert isinstance(last, Refused) and last.rule == "the other side does not have this token"
 
 
 def test_run_begins_with_fewer_replicas_after_a_while(
