@@ -24,6 +24,7 @@ from typing import Any
 from megatron_edit.elastic.channel import (
     LENGTH,
     MAC_BYTES,
+    MAX_MESSAGE_BYTES,
     NONCE_BYTES,
     PEER,
     QUERY,
@@ -31,6 +32,7 @@ from megatron_edit.elastic.channel import (
     STANDING,
     ChannelError,
     FrameCodec,
+    TooLongError,
     configure_socket,
     is_proof,
     new_nonce,
@@ -317,6 +319,10 @@ class Agent:
                 self._apply(report(self._state, Connected()))
                 with selectors.DefaultSelector() as selector:
                     self._exchange(selector)
+            except TooLongError as error:  # again in every session
+                self._drop()
+                self._put(End(f"this replica cannot report to the hub: {error}", 4))
+                return
             except (OSError, ChannelError, MessageError) as error:
                 if self._session is None and (order := self._after_failure(error)) is not None:
                     self._put(order)
@@ -416,23 +422,25 @@ class Agent:
         if self._session is not None:
             connection, codec = self._session
             connection.sendall(codec.encode(encode(message)))
+            codec.max_bytes = MAX_MESSAGE_BYTES  # after `Hello`
 
 
 class _FrameReader:
     """Frames out of chunks of bytes."""
 
     def __init__(self, codec: FrameCodec) -> None:
-        self._codec, self._rest = codec, b""
+        self._codec, self._rest = codec, bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
         self._rest += chunk
         payloads: list[bytes] = []
         while len(self._rest) >= LENGTH.size:
-            end = LENGTH.size + FrameCodec.frame_bytes(self._rest[: LENGTH.size])
+            head = bytes(self._rest[: LENGTH.size])
+            end = LENGTH.size + FrameCodec.frame_bytes(head, self._codec.max_bytes)
             if len(self._rest) < end:
                 break
-            payloads.append(self._codec.decode(self._rest[LENGTH.size : end]))
-            self._rest = self._rest[end:]
+            payloads.append(self._codec.decode(bytes(self._rest[LENGTH.size : end])))
+            del self._rest[:end]
         return payloads
 
 

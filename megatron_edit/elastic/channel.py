@@ -21,7 +21,8 @@ LENGTH = struct.Struct(">I")
 MAC_BYTES = 32
 NONCE_BYTES = 32
 RUN_BYTES = 16
-MAX_PAYLOAD_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 1 << 20  # but of a replica that the hub knows:
+MAX_MESSAGE_BYTES = 64 << 20  # the blocks of a round can be many
 VERSION = b"megatron-edit-hub-2"
 # What a session with a hub is for; `PEER`: with any other program.
 PEER, REPLICA, STORE, QUERY = b"peer", b"replica", b"store", b"query"
@@ -33,6 +34,10 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 class ChannelError(Exception):
     """A frame that is malformed, too long, or not authentic: the connection must be closed."""
+
+
+class TooLongError(ChannelError):
+    """A message that cannot be sent."""
 
 
 def new_nonce(run: bytes = b"") -> bytes:
@@ -81,11 +86,13 @@ class FrameCodec:
         key: of the session; see `session`.
         is_hub: whether this is the hub's side.
         run: identifier of the hub's run.
+        max_bytes: of a payload.
     """
 
     key: bytes
     is_hub: bool
     run: bytes = b""
+    max_bytes: int = MAX_PAYLOAD_BYTES
     _sent: int = field(default=0, init=False)
     _received: int = field(default=0, init=False)
 
@@ -110,24 +117,24 @@ class FrameCodec:
         """The next frame.
 
         Raises:
-            ChannelError: too long.
+            TooLongError: too long.
         """
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ChannelError(f"a message of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES}")
+        if len(payload) > self.max_bytes:
+            raise TooLongError(f"a message of {len(payload)} bytes; at most {self.max_bytes}")
         mac = self._mac(self.is_hub, self._sent, payload)
         self._sent += 1
         return LENGTH.pack(len(payload)) + payload + mac
 
     @staticmethod
-    def frame_bytes(head: bytes) -> int:
+    def frame_bytes(head: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> int:
         """Bytes that follow a frame's 4 bytes of length.
 
         Raises:
-            ChannelError: too long.
+            ChannelError: more than `max_bytes` of payload.
         """
         (length,) = LENGTH.unpack(head)
-        if length > MAX_PAYLOAD_BYTES:
-            raise ChannelError(f"a frame of {length} bytes; at most {MAX_PAYLOAD_BYTES}")
+        if length > max_bytes:
+            raise ChannelError(f"a frame of {length} bytes; at most {max_bytes}")
         return int(length) + MAC_BYTES
 
     def decode(self, body: bytes) -> bytes:

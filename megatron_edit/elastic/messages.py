@@ -1,6 +1,7 @@
 """The messages between hub and replicas: plain values, checked field by field when they arrive.
 
-A message is a JSON object whose `kind` is the class's name; nothing is pickled.
+A message is a JSON object whose `kind` is the class's name; nothing is pickled. Only the frame
+limits its length (`channel`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,8 +18,6 @@ from megatron_edit.constants import COMPACT_JSON, REPLICA_NAME, REPLICA_NAME_RUL
 NAME = re.compile(REPLICA_NAME)
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON can have it, UTF-8 cannot
 
-MAX_CHARACTERS = 1 << 16  # of a text: a digest has some characters for each unit
-MAX_ITEMS = 100_000  # of a list
 INTEGER_BITS = 63
 
 Blocks = tuple[tuple[int, int], ...]  # runs of blocks: the first, and how many
@@ -349,7 +348,8 @@ def to_json(record: Mapping[str, Any], *, sorts: bool = False) -> bytes:
 
 def encode(message: FromReplica | FromHub | StoreRequest | StoreReply) -> bytes:
     """The message as bytes."""
-    return to_json({"kind": type(message).__name__} | asdict(message))
+    values = {each.name: getattr(message, each.name) for each in fields(message)}
+    return to_json({"kind": type(message).__name__} | values)
 
 
 def decode(payload: bytes, kinds: Any) -> Any:
@@ -360,7 +360,7 @@ def decode(payload: bytes, kinds: Any) -> Any:
         kinds: `FromReplica`, `FromHub` or one class: what may arrive here.
 
     Raises:
-        MessageError: not such a message, or a field that is too long or of another type.
+        MessageError: not such a message, or a field of another type.
     """
     try:
         record = json.loads(payload)
@@ -387,25 +387,26 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+@cache
+def _types_inside(kind: Any) -> tuple[Any, ...] | None:
+    """What a tuple holds; None where a type is no tuple."""
+    return get_args(kind) if get_origin(kind) is tuple else None
+
+
 def _checked(value: Any, kind: Any, place: str) -> Any:
     """A value of JSON as a value of the field's type; lists become tuples."""
-    if get_origin(kind) is not tuple:
+    if (types_inside := _types_inside(kind)) is None:
         if type(value) is not kind:
             raise MessageError(f"{place}: not of type {kind.__name__}")
-        if isinstance(value, str) and len(value) > MAX_CHARACTERS:
-            raise MessageError(f"{place}: more than {MAX_CHARACTERS} characters")
-        if isinstance(value, str) and HALF_CHARACTER.search(value):
-            raise MessageError(f"{place}: half of a character, which no file can have")
-        if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+        if kind is int and value.bit_length() > INTEGER_BITS:
             raise MessageError(f"{place}: more than {INTEGER_BITS} bits")
+        if kind is str and HALF_CHARACTER.search(value):
+            raise MessageError(f"{place}: half of a character, which no file can have")
         return value
     if not isinstance(value, list):
         raise MessageError(f"{place}: not a list")
-    if len(value) > MAX_ITEMS:
-        raise MessageError(f"{place}: more than {MAX_ITEMS} items")
-    types_inside = get_args(kind)
     if types_inside[-1] is Ellipsis:
-        types_inside = (types_inside[0],) * len(value)
+        return tuple([_checked(each, types_inside[0], place) for each in value])
     if len(types_inside) != len(value):
         raise MessageError(f"{place}: not a list of {len(types_inside)}")
-    return tuple(_checked(v, k, place) for v, k in zip(value, types_inside, strict=True))
+    return tuple([_checked(v, k, place) for v, k in zip(value, types_inside, strict=True)])

@@ -14,7 +14,7 @@ from megatron_edit.elastic.channel import (
     HUB_ROLES,
     LENGTH,
     MAC_BYTES,
-    MAX_PAYLOAD_BYTES,
+    MAX_MESSAGE_BYTES,
     NONCE_BYTES,
     QUERY,
     STANDING,
@@ -68,7 +68,7 @@ class Connection:
 
     def send(self, payload: bytes) -> None:
         """Queue a frame. A peer that does not read is disconnected."""
-        too_long = len(payload) > MAX_PAYLOAD_BYTES
+        too_long = len(payload) > self.codec.max_bytes
         if too_long or self.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
             self.writer.transport.abort()
         elif not self.writer.is_closing():
@@ -254,7 +254,7 @@ class Hub:
                 transport.resume_reading()
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     role, codec = await self._handshake(reader, writer)
-                    first = codec.decode(await _frame(reader))
+                    first = await _frame(reader, codec)
             finally:
                 self._places.release()
             if role == QUERY:
@@ -315,7 +315,7 @@ class Hub:
         """Answer one rank's requests, one after another."""
         while True:
             connection.send(encode(await self._store.answer(request)))
-            request = decode(connection.codec.decode(await _frame(reader)), StoreRequest)
+            request = decode(await _frame(reader, connection.codec), StoreRequest)
 
     async def _serve_replica(
         self, reader: asyncio.StreamReader, connection: Connection, hello: Hello
@@ -328,12 +328,12 @@ class Hub:
         elif not await self._is_name_free(hello.name):
             connection.send(encode(name_in_use(hello.name)))
             return
-        connection.name = hello.name
+        connection.name, connection.codec.max_bytes = hello.name, MAX_MESSAGE_BYTES
         self._connections[hello.name] = connection
         self._liveness.heard(hello.name, self.clock())
         self._take(hello.name, hello)
         while True:
-            message = decode(connection.codec.decode(await _frame(reader)), FromReplica)
+            message = decode(await _frame(reader, connection.codec), FromReplica)
             if self._connections.get(hello.name) is not connection:
                 return  # replaced, or refused, while it was awaited
             self._liveness.heard(hello.name, self.clock())
@@ -373,9 +373,10 @@ def _state_of(state: HubState, member: Member) -> str:
     return "waiting" if member.is_arrived else "training"
 
 
-async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame without its length. Waits for its begin as long as it takes."""
+async def _frame(reader: asyncio.StreamReader, codec: FrameCodec) -> bytes:
+    """The payload of the next frame. Waits for its begin as long as it takes."""
     first = await reader.readexactly(1)
     async with asyncio.timeout(FRAME_SECONDS):
-        size = FrameCodec.frame_bytes(first + await reader.readexactly(LENGTH.size - 1))
-        return await reader.readexactly(size)
+        head = first + await reader.readexactly(LENGTH.size - 1)
+        body = await reader.readexactly(FrameCodec.frame_bytes(head, codec.max_bytes))
+    return codec.decode(body)

@@ -20,6 +20,7 @@ from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     Abandon,
     Arrive,
+    Blocks,
     Commit,
     End,
     Fenced,
@@ -98,6 +99,7 @@ class PretendingReplica:
         self.states = {} if states is None else states
         self.digest, self.orders = "", list[Order]()
         self.corrupts_round: int | None = None
+        self.blocks: Blocks = ()  # that each replica reports in each round, instead of one
         self._members: tuple[str, ...] = ()
         self._is_last = False
         self._killed = threading.Event()
@@ -151,7 +153,7 @@ class PretendingReplica:
                 digest = f"{self.digest}/{count}:{','.join(self._members)}"
                 if count == self.corrupts_round:
                     digest += "!"
-                blocks = tuple((name, ((count, 1),)) for name in self._members)
+                blocks = tuple((name, self.blocks or ((count, 1),)) for name in self._members)
                 ready = Ready(epoch, count, f"plan {count}", (digest,), 4 * (count + 1), blocks)
                 self.agent.report(Exchanged(ready))
             case Commit(round=count):

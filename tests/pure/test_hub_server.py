@@ -535,6 +535,43 @@ def test_replica_that_has_not_begun_refuses_another_program_at_once() -> None:
     assert isinstance(last, Refused) and last.rule == "the other side does not have this token"
 
 
+SINGLE_BLOCKS = tuple((2 * number, 1) for number in range(100_000))  # every second one
+
+
+def test_round_with_many_blocks_is_committed(tmp_path: Path) -> None:
+    with running_hub(tmp_path) as (_, address):
+        replicas = [PretendingReplica(address, name, 2, 2) for name in "ab"]
+        for replica in replicas:
+            replica.blocks = SINGLE_BLOCKS
+            replica.start()
+        for replica in replicas:
+            replica.join()
+    for commit in commits(tmp_path):
+        blocks = commit["blocks"]
+        assert isinstance(blocks, dict) and [len(blocks[name]) for name in "ab"] == [100_000] * 2
+    assert len(commits(tmp_path)) == 2
+
+
+def test_message_that_is_too_long_ends_the_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: it connects again and again."""
+    monkeypatch.setattr(agent, "MAX_MESSAGE_BYTES", 1 << 16)
+    with running_hub(tmp_path) as (_, address):
+        replica = PretendingReplica(address, "a", 1, 2)
+        replica.blocks = SINGLE_BLOCKS
+        replica.start()
+        replica.join()
+    last = replica.orders[-1]
+    assert isinstance(last, End)
+    code, line = exit_of(last)
+    assert code == 4 and re.fullmatch(
+        r"the run has ended: this replica cannot report to the hub: "
+        r"a message of \d{7} bytes; at most 65536",
+        line,
+    )
+
+
 def test_run_begins_with_fewer_replicas_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
