@@ -6,6 +6,7 @@ Needs torch >= 2.14 (`ProcessGroup.reconfigure`, marked experimental there).
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron_edit.errors import ReplicaLostError, UsageError
 
 LEAST_TORCH = "2.14"
+SLICE_SECONDS = 0.2  # after which a wait that is given up ends
 c10d: Any = native  # its types do not know what torch 2.14 adds
 
 
@@ -44,7 +46,11 @@ class HubStore(dist.Store):  # type: ignore[misc]
 
     def __init__(self, client: Any, timeout: timedelta) -> None:
         super().__init__()
-        self._client, self._timeout = client, timeout
+        self._client, self._timeout, self._is_given_up = client, timeout, False
+
+    def give_up(self) -> None:
+        """Let waits of other threads fail soon."""
+        self._is_given_up = True
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
@@ -67,11 +73,15 @@ class HubStore(dist.Store):  # type: ignore[misc]
         """Wait until all keys are set.
 
         Raises:
-            RuntimeError: they were not in time.
+            RuntimeError: they were not in time, or it is given up.
         """
         seconds = (timeout or self._timeout).total_seconds()
-        if not self._client.wait(keys, seconds):
-            raise RuntimeError(f"the hub's store has no {', '.join(keys)} after {seconds:g} s")
+        until = time.monotonic() + seconds
+        while not self._client.wait(keys, min(max(until - time.monotonic(), 0.0), SLICE_SECONDS)):
+            if self._is_given_up:
+                raise RuntimeError("given up")
+            if time.monotonic() >= until:
+                raise RuntimeError(f"the hub's store has no {', '.join(keys)} after {seconds:g} s")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a value if it equals `expected`; return the value after that."""
@@ -98,7 +108,7 @@ class EpochGroup:
     """A gloo process group whose ranks can change.
 
     Args:
-        store: that all ranks share.
+        store: of this group alone.
         number: of this rank, different from that of all other processes in the run.
         address: of the interface to listen on.
         timeout: longest wait of forming the group, and of a collective without its own.
@@ -113,7 +123,7 @@ class EpochGroup:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: HubStore,
         number: int,
         address: str,
         timeout: timedelta,
@@ -134,9 +144,10 @@ class EpochGroup:
         return str(self.process_group.get_reconfigure_handle())
 
     def leave_behind(self) -> None:
-        """Never use it again. Its destructor would wait for collectives that may never end: one
-        reference is leaked."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.process_group))
+        """Never use it again; a forming that is under way fails soon. Its destructor would wait for
+        collectives that may never end: one reference is leaked."""
+        self._store.give_up()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def form(self, uuid: int, handles: Sequence[str]) -> None:
         """Form the group anew, with these ranks; what was on its way is lost.

@@ -9,12 +9,14 @@ collective with other replicas: collectives are polled, and given up when the hu
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -59,6 +61,8 @@ from megatron_edit.errors import (
 IDLE_SECONDS = 0.01  # longest wait of rank 0 for an order, before the ranks compare notes again
 COPY_PAUSES = 20  # of `IDLE_SECONDS`, before a copy is tried again
 CLOSE_SECONDS = 10.0
+# For the thread that forms groups to end: one that ends while the interpreter does may abort it.
+THREAD_END_SECONDS = 1.0
 
 
 class Status(IntEnum):
@@ -134,12 +138,16 @@ class Transports:
         """What ranks of other replicas need to form groups with this one."""
         return [part.handle for part in self.parts]
 
-    def form(self, unique: int, rank: int, handles: Sequence[Sequence[str]]) -> None:
-        """Form all groups.
+    def form(
+        self, parts: Sequence[EpochGroup], unique: int, rank: int, handles: Sequence[Sequence[str]]
+    ) -> list[Any]:
+        """Form all groups; return their transports.
 
         Collective: the ranks with these handles.
+        Blocks: the host; a lost rank may be waited for until the time-out of the transport.
 
         Args:
+            parts: to form; no others, also after `renew`.
             unique: number of this forming, below 2^60, unlike that of all others in the run.
             rank: of this one, from 0.
             handles: of each rank, in the order of their numbers.
@@ -147,16 +155,25 @@ class Transports:
         Raises:
             ReplicaLostError: some rank has not joined in time.
         """
-        for index, part in enumerate(self.parts):
+        for index, part in enumerate(parts):
             part.form(unique * 8 + index, [each[index] for each in handles])
-        groups = [part.process_group for part in self.parts]
+        return [part.process_group for part in parts]
+
+    def use(self, rank: int, size: int, formed: Sequence[Any]) -> None:
+        """Use the transports that were formed.
+
+        Args:
+            rank: of this one, from 0.
+            size: number of ranks.
+            formed: what `form` returned.
+        """
         for group in (self.sync, self.meeting):
-            group.rank, group.size = rank, len(handles)
-            group.process_group = groups[0]
+            group.rank, group.size = rank, size
+            group.process_group = formed[0]
             group.backlog.clear()
-        self.sync.process_group = on_device(groups[0], self.sync)
+        self.sync.process_group = on_device(formed[0], self.sync)
         self.sync.phases = tuple(
-            Duplex(up, down) for up, down in zip(groups[1::2], groups[2::2], strict=True)
+            Duplex(up, down) for up, down in zip(formed[1::2], formed[2::2], strict=True)
         )
 
 
@@ -225,9 +242,10 @@ class Membership:
         while True:
             _, order = self._share(Status.IDLE)
             if isinstance(order, FormEpoch):
-                if self._form(order):
+                is_formed, order = self._form(order)
+                if is_formed:
                     return False
-            elif isinstance(order, Heal):
+            if isinstance(order, Heal):
                 self._heal = order
                 self.members = (self.name,)
                 return True
@@ -277,6 +295,12 @@ class Membership:
                 assert current is not None
                 status = self._advance(current, began)
             statuses, order = self._share(status)
+            if isinstance(order, FormEpoch):
+                self._put_aside(current)
+                current, status = None, Status.IDLE
+                _, order = self._form(order)
+                if order is None:
+                    continue
             if isinstance(order, Go):
                 current, is_last, began = attempt(), order.is_last, time.monotonic()
                 status = Status.RUNNING
@@ -284,13 +308,10 @@ class Membership:
                 assert current is not None, "a commit without a result"
                 self._aside.clear()
                 return current, is_last
-            elif isinstance(order, Abandon | FormEpoch):
+            elif isinstance(order, Abandon):
                 self._put_aside(current)
                 current, status = None, Status.IDLE
-                if isinstance(order, FormEpoch):
-                    self._form(order)
-                else:
-                    self._arrive()
+                self._arrive()
             elif isinstance(order, Heal):
                 self._heal = order
                 self.copy_state(copy)
@@ -344,7 +365,7 @@ class Membership:
         """
         order: Order | None = None
         if self.agent is not None and takes_order:
-            order = self.agent.next_order(0.0 if status is Status.RUNNING else IDLE_SECONDS)
+            order = self.agent.next_order(IDLE_SECONDS if status is Status.IDLE else 0.0)
         if status is Status.IDLE:
             self.on_idle()
         payload = b"" if order is None else encode(order)
@@ -379,23 +400,45 @@ class Membership:
             self._aside.append(attempt)
             self.transports.renew()
 
-    def _form(self, order: FormEpoch) -> bool:
-        """Form the groups of an epoch; return whether all ranks of the replica have."""
+    def _form(self, order: FormEpoch) -> tuple[bool, Order | None]:
+        """Form the groups of an epoch, unless the hub gives another order meanwhile.
+
+        Collective: the ranks of the replica.
+
+        Returns:
+            Whether all ranks of the replica have formed them, and that other order.
+        """
         number, rank = order.members.index(self.name), self.control.rank
         handles = [json.loads(each[rank])[1:] for each in order.handles]
-        status = Status.DONE
-        try:
-            self.transports.form(_unique_number(order, rank), number, handles)
-        except ReplicaLostError as error:
-            status = Status.FAILED
-            self.on_message(f"the groups of epoch {order.epoch} could not be formed: {error}")
-            self.transports.renew()
-        statuses, _ = self._share(status, takes_order=False)
         self.members, self.epoch, self.leader = order.members, order.epoch, order.leader
-        is_formed = all(each == Status.DONE for each in statuses)
-        done = GroupsFormed(order.epoch) if is_formed else ExchangeFailed(order.epoch)
-        self._report(done)
-        return is_formed
+        parts, unique = self.transports.parts, _unique_number(order, rank)
+        forming = _in_thread(lambda: self.transports.form(parts, unique, number, handles))
+        status = Status.RUNNING
+        while True:
+            if status is Status.RUNNING:
+                status = self._await(forming)
+            statuses, other = self._share(status)
+            if other is not None or Status.FAILED in statuses:
+                self.transports.renew()
+                wait([forming], THREAD_END_SECONDS)
+                if other is None:
+                    self._report(ExchangeFailed(order.epoch))
+                return False, other
+            if all(each == Status.DONE for each in statuses):
+                self.transports.use(number, len(handles), forming.result())
+                self._report(GroupsFormed(order.epoch))
+                return True, None
+
+    def _await(self, forming: Future[list[Any]]) -> Status:
+        """Wait a moment for groups that are formed; how far they are."""
+        if not wait([forming], LONGEST_POLL_SECONDS).done:
+            return Status.RUNNING
+        if (error := forming.exception()) is None:
+            return Status.DONE
+        if not isinstance(error, ReplicaLostError):
+            raise error
+        self.on_message(f"the groups of epoch {self.epoch} could not be formed: {error}")
+        return Status.FAILED
 
     def _try_copy(self, heal: Heal, copy: StateCopy) -> bool:
         """Copy from the same rank of the donors; return whether all ranks of the replica have."""
@@ -411,6 +454,20 @@ class Membership:
             return False
         self._report(StateCopied(heal.round, heal.digest, self.handles()))
         return True
+
+
+def _in_thread(function: Callable[[], list[Any]]) -> Future[list[Any]]:
+    """Call a function in a thread that may be left behind, also when the process ends."""
+    result: Future[list[Any]] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, name="edit-groups", daemon=True).start()
+    return result
 
 
 def _unique_number(order: FormEpoch, rank: int) -> int:

@@ -158,10 +158,11 @@ def _transports(
     address: HubAddress,
     own_host: str,
 ) -> Transports:
-    store = HubStore(StoreClient(address), FORM_TIMEOUT)
+    client = StoreClient(address)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
     def part() -> EpochGroup:
+        store = HubStore(client, FORM_TIMEOUT)
         return EpochGroup(store, secrets.randbelow(NUMBERS), own_host, FORM_TIMEOUT, interface)
 
     def group(name: str, where: torch.device) -> Group:

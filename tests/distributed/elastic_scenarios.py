@@ -145,6 +145,7 @@ class ScriptedAgent:
 
     def _begin_run(self) -> bool:
         self._orders.append(self._epoch_of(self._founders, ('["nowhere"]',)))
+        self._next = lambda: False  # until they have formed the groups
         return True
 
     def _heal(self) -> bool:
@@ -249,7 +250,9 @@ class ScriptedTransports(Transports):
 
     kept: list[Any] = field(default_factory=list)  # dropping a group may block
 
-    def form(self, unique: int, rank: int, handles: Sequence[Sequence[str]]) -> None:
+    def form(
+        self, parts: Sequence[Any], unique: int, rank: int, handles: Sequence[Sequence[str]]
+    ) -> list[Any]:
         """Form a new group for each epoch."""
         size, made = len(handles), None
         if size > 1:
@@ -259,8 +262,7 @@ class ScriptedTransports(Transports):
             except RuntimeError as error:
                 raise ReplicaLostError(str(error)) from error
         self.kept.append(made)
-        for group in (self.sync, self.meeting):
-            group.process_group, group.rank, group.size = made, rank, size
+        return [made]
 
 
 ANY: Any = None
