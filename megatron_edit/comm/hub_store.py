@@ -160,11 +160,11 @@ class EpochGroup:
             handles: of all ranks, in the order of their numbers in the group.
 
         Raises:
-            ReplicaLostError: some rank has not joined in time.
+            ReplicaLostError: some rank has not joined in time, or the store cannot be used.
         """
         options = c10d.ReconfigureOptions()
         options.uuid, options.handles, options.timeout = uuid, list(handles), self._timeout
         try:
             self.process_group.reconfigure(options).wait()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ReplicaLostError(f"group {uuid}: not all ranks have joined: {error}") from error

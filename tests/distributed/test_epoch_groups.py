@@ -207,3 +207,10 @@ def test_groups_that_the_hub_abandons_are_not_waited_for(
             for each in ranks:
                 each.kill()
                 each.join(10)
+
+
+def test_unreachable_hub_is_a_failed_forming() -> None:
+    store = HubStore(StoreClient(HubAddress("127.0.0.1", 1)), TIMEOUT)  # nobody listens there
+    groups = [EpochGroup(store, number, "127.0.0.1", TIMEOUT) for number in range(2)]
+    with pytest.raises(ReplicaLostError, match="cannot be used"):
+        groups[0].form(1, [each.handle for each in groups])
