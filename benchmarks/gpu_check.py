@@ -17,9 +17,12 @@ folder of all runs. `--device cpu` writes the reference losses.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ from frame.study import (
     split_commas,
     study_parser,
 )
-from gpu_parts.cases import Case, cases_for, chosen
+from gpu_parts.cases import SMALL, Case, cases_for, chosen
 from gpu_parts.device import DeviceError, look
 from gpu_parts.report import Analysis, draw, markdown
 from gpu_parts.runs import Bench, Reading
@@ -70,6 +73,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
+    add("--jobs", type=int, help="small cases at a time, whose times are then not comparable "
+        "(default: one for each 4 cores on a GPU, else 1)")  # fmt: skip
     add("--devices", type=int, help="number to use (default: all); on the CPU, number of ranks")
     add("--reference", type=Path, help="OUTPUT of `--device cpu` "
         "(default: that of the repository)")  # fmt: skip
@@ -88,6 +93,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not args.devices >= 1 or (args.device == "cuda" and args.devices > available):
         most = "" if args.device == "cpu" else f" and at most {available}, which this machine has"
         parser.error(f"--devices {args.devices}: must be at least 1{most}")
+    if args.jobs is None:
+        args.jobs = max(1, (os.cpu_count() or 1) // 4) if args.device == "cuda" else 1
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
     cases = cases_for(args.device, args.devices)
     try:
         args.chosen = chosen(cases, split_commas(args.cases)) or cases
@@ -104,20 +113,40 @@ class Results(Study[Reading]):
         flags: dict[str, dict[str, list[str]]] = {}
         for case in cases_for(args.device, args.devices):
             flags.setdefault(case.size, {})[case.name] = case.flags(args.device, "LOG_DIR")
-        left_out = ("cases", "chosen", "found", "budget", "reference", "repeats", "time_limit")
+        left_out = (
+            "cases",
+            "jobs",
+            "chosen",
+            "found",
+            "budget",
+            "reference",
+            "repeats",
+            "time_limit",
+        )
         settings = result_settings(args, *left_out)
         settings |= {"flags": {size: common_flags(each) for size, each in flags.items()}}
         super().__init__("gpu_check", args, Reading, settings, args.found.versions)
 
     def measure_all(self) -> None:
-        """Run all cases. A failed or hanging case does not stop the others."""
+        """Run all cases, small ones side by side. A failed or hanging one does not stop others."""
         args, end = self.args, time.monotonic() + self.args.budget
         bench = Bench(args.device, args.devices, args.time_limit, args.output)
-        with self.progress(len(args.chosen)):
-            for case in args.chosen:
-                found = self.measure(case.name, partial(self._measure, bench, case, end))
+        order = [case.name for case in args.chosen]
+        is_free = threading.Lock()
+
+        def run(case: Case) -> None:
+            found = self.measure(case.name, partial(self._measure, bench, case, end))
+            with is_free:
                 self.found += [found] if found is not None else []
+                self.found.sort(key=lambda reading: order.index(reading.case))
                 self.write()
+
+        small = [case for case in args.chosen if case.size == SMALL]
+        with self.progress(len(args.chosen)), ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(run, small))
+            for case in args.chosen:
+                if case not in small:
+                    run(case)
 
     def summary(self) -> dict[str, Any]:
         """Return the results for OUTPUT."""

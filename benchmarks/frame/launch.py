@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -159,7 +160,7 @@ class Training:
 
 
 class Forks:
-    """Starts trainings on this machine, one after another.
+    """Starts trainings on this machine; several threads may do so at once.
 
     Args:
         first_port: where to start the search for free ports.
@@ -178,7 +179,7 @@ class Forks:
         *,
         gpus: bool = False,
     ) -> None:
-        self._last_port = first_port - 1
+        self._last_port, self._choice = first_port - 1, threading.Lock()
         self._limit_seconds = int(time_limit) + GRACE_SECONDS
         os.environ["OMP_NUM_THREADS"] = "1"  # the ranks share this machine's cores
         if not gpus:
@@ -205,8 +206,9 @@ class Forks:
             apart: whether each rank is a job of its own.
             one_machine: whether LOCAL_RANK and LOCAL_WORLD_SIZE show that they share a machine.
         """
-        ports = free_ports(self._last_port, len(ranks) if apart else 1)
-        self._last_port = ports[-1]  # a used port may stay occupied for a while
+        with self._choice:
+            ports = free_ports(self._last_port, len(ranks) if apart else 1)
+            self._last_port = ports[-1]  # a used port may stay occupied for a while
         done = self._context.Event()
         training = Training(name, folder, done.set)
         processes: list[ForkServerProcess | SpawnProcess] = []

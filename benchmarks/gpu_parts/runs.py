@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -189,7 +190,7 @@ class Reading:
 
 
 class Bench:
-    """Runs cases one after another.
+    """Runs cases; several threads may do so at once.
 
     Args:
         device: `cuda` or `cpu`.
@@ -203,7 +204,7 @@ class Bench:
         # Megatron would compile small functions in each rank, which takes longer than training.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._forks = Forks(FIRST_PORT, time_limit, gpus=device == "cuda")
-        self._port = FIRST_RENDEZVOUS
+        self._port, self._choice = FIRST_RENDEZVOUS, threading.Lock()
 
     def measure(self, case: Case, limit: float) -> Reading:
         """Run a case once.
@@ -246,8 +247,9 @@ class Bench:
         words = [*case.flags(self._device, str(folder)), *more]
         own: list[list[str]] = [[] for _ in range(case.num_ranks)]
         if apart and not case.is_stock:  # each rank is a replica
-            (self._port,) = free_ports(self._port, 1)
-            words += ["--edit-rendezvous", f"127.0.0.1:{self._port}"]
+            with self._choice:
+                (self._port,) = (port,) = free_ports(self._port, 1)
+            words += ["--edit-rendezvous", f"127.0.0.1:{port}"]
             own = [["--edit-replica-id", str(rank)] for rank in range(case.num_ranks)]
         return [Rank([*words, *one], self._environment(case, folder, rank), SCRIPT)
                 for rank, one in enumerate(own)]  # fmt: skip

@@ -251,7 +251,7 @@ def test_case_without_readings_fails_alone(tmp_path: Path) -> None:
     """Its logs are kept, and no other exception ends the remaining cases."""
     bench = Bench.__new__(Bench)
     bench._device, bench._count, bench._output = "cpu", 1, tmp_path / "check.json"
-    bench._port = 28500
+    bench._port, bench._choice = 28500, threading.Lock()
     bench._forks = SilentForks()  # type: ignore[assignment]
     with pytest.raises(RunFailedError, match="output is incomplete"):
         bench.measure(CASES["stock"], 5.0)

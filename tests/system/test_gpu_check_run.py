@@ -40,6 +40,7 @@ def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         ((), "gpu_check: --device cuda: torch finds no GPU"),
         (("--device", "cpu", "--cases", "overlop"), "gpu_check: --cases overlop: must be of stock"),
         (("--device", "cpu", "--devices", "0"), "gpu_check: --devices 0: must be at least 1"),
+        (("--device", "cpu", "--jobs", "0"), "gpu_check: --jobs 0: must be at least 1"),
         (("--device", "cpu", "--repeats", "2"), "gpu_check: --repeats 2: must be 1"),
         (("--device", "cpu", "--reference", "none"), "gpu_check: --reference none: does not exist"),
         (("--device", "tpu"), "gpu_check: argument --device: invalid choice: 'tpu'"),
