@@ -119,7 +119,8 @@ class HubState:
         lineage: how often training was started again from a checkpoint, after all replicas were
             lost.
         announced: the leader of the epoch, as its members were told; it saves at the end.
-        is_finished: whether that one has left because no sample is left, after its save.
+        is_over: whether the last commit was the last one: nobody joins any more.
+        is_finished: whether the announced leader has left because of that, after its save.
         reached: commits before all replicas were lost.
         is_last: whether the round that is exchanged is the last, on request.
         end: why the run has ended, and the exit code of its ranks.
@@ -149,6 +150,7 @@ class HubState:
     first_epoch: int = 1
     lineage: int = 0
     announced: str = ""
+    is_over: bool = False
     is_finished: bool = False
     reached: int = 0
     is_last: bool = False
@@ -186,7 +188,7 @@ class HubState:
         """Whether the run must not begin with fewer than all nominal replicas: one of them says so,
         or all commits would be void, as none of those that are there has a checkpoint."""
         is_anew = self.round == 0 and self.num_void > 0
-        return is_anew or any(each.needs_all for each in self.roster)
+        return is_anew or any(each.needs_all for each in self.expected)
 
     @property
     def is_frozen(self) -> bool:
@@ -233,7 +235,7 @@ class HubState:
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
             is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",
-            reached=reached,
+            reached=reached, is_over=False,
         )  # fmt: skip
 
     def after_leave(self, name: str, reason: str) -> HubState:
@@ -272,9 +274,9 @@ class HubState:
         )
 
     def committed(
-        self, count: int, digest: str, samples: int, holes: Blocks, epoch: int
+        self, count: int, digest: str, samples: int, holes: Blocks, epoch: int, *, is_over: bool
     ) -> HubState:
-        """The state after `count` commits, the last of them in an epoch."""
+        """The state after `count` commits, the last of them in an epoch, and perhaps of all."""
         roster = tuple(
             replace(
                 each, applied=count if each.name in self.members else each.applied,
@@ -285,7 +287,7 @@ class HubState:
         return replace(
             self, round=count, digest=digest, samples=samples, holes=holes, roster=roster,
             retries=0, disagreements=0, drifted="", phase=Phase.GATHER, commit_epoch=epoch,
-            known=(*self.known, state_key(count, digest)),
+            known=(*self.known, state_key(count, digest)), reached=0, is_over=is_over,
         )  # fmt: skip
 
     @property
@@ -333,8 +335,9 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
         elif entry.event == "commit":
             holes = tuple((first, count) for first, count in has.get("holes", ()))
             state = state.committed(
-                has["round"] + 1, has["digest"], has["samples"], holes, entry.epoch
-            )
+                has["round"] + 1, has["digest"], has["samples"], holes, entry.epoch,
+                is_over=has.get("is_over", False),
+            )  # fmt: skip
         elif entry.event == "stop":
             state = replace(state, is_stopping=True)
         elif entry.event == "end":

@@ -169,6 +169,8 @@ class _Step:
                 self._remove(known, LeaveReason.LOST, is_replaced=True)
             if self.state.phase is Phase.ENDED:
                 self._send(hello.name, End(*self.state.end))
+            elif (refusal := self._state_refusal(hello)) is not None:
+                self._send(hello.name, refusal)
             else:
                 self._join(hello)
                 self._gather()
@@ -209,7 +211,8 @@ class _Step:
                 f"{replica}, which begins after {hello.applied} commits",
                 f"others begin after {state.round}", "start all replicas from the same checkpoint",
             )  # fmt: skip
-        if hello.applied > state.round:
+        is_known = hello.is_fresh and state.is_known(hello.applied, hello.digest)
+        if hello.applied > state.round and not is_known:  # a fresh one copies the state anyway
             return Refused(
                 f"{replica}, which has {hello.applied} commits",
                 f"the hub's journal has {state.round}",
@@ -304,9 +307,10 @@ class _Step:
             self._heal(each.name)
 
     def _heal(self, name: str) -> None:
-        """Name the replicas to copy from. Before the first commit there is nothing to copy."""
+        """Name the replicas to copy from. Before the first commit there is nothing to copy; who
+        comes after the last one waits until the others have ended."""
         state = self.state
-        if state.is_frozen:
+        if state.is_frozen or state.is_over:
             return
         donors = tuple(
             handle for each in state.expected if each.is_connected for handle in each.handles
@@ -342,7 +346,8 @@ class _Step:
     def _remove(self, member: Member, reason: str, *, is_replaced: bool = False) -> None:
         """A replica does not take part any more; where it is replaced, another has its name."""
         state, name = self.state, member.name
-        if name in state.members and state.is_frozen and reason != LeaveReason.FINISHED:
+        is_needed = state.is_frozen and name in state.members and reason != LeaveReason.FINISHED
+        if is_needed and state.round == 0:
             if reason == LeaveReason.SIGNAL:
                 self._end(f"{name} was asked to end before the first commit", 0)
             else:
@@ -352,7 +357,7 @@ class _Step:
         if not is_replaced and reason in FENCED_BECAUSE:
             self._send(name, Fenced(FENCED_BECAUSE[LeaveReason(reason)]))
         self.state = self.state.after_leave(name, reason)
-        if self.state.is_vacant:
+        if self.state.is_vacant or is_needed:
             self._vacate()
         elif name in state.members and state.phase in (Phase.FORM, Phase.EXCHANGE):
             self._abandon()
@@ -362,7 +367,8 @@ class _Step:
             self._gather()
 
     def _vacate(self) -> None:
-        """Nobody holds the state any more: training is over, or starts again from a checkpoint."""
+        """Nobody holds the state any more, or those that do cannot begin: training is over, or
+        starts again from a checkpoint."""
         if self.state.is_finished:
             self._end(LeaveReason.FINISHED, 0)
             return
@@ -404,7 +410,10 @@ class _Step:
         """Abandon an exchange that has failed, without those that are not connected any more; if
         all are, and it has failed too often, without one of them."""
         if self.state.is_frozen:
-            self._end("the replicas cannot reach each other", 4)
+            if self.state.round:
+                self._vacate()
+            else:
+                self._end("the replicas cannot reach each other", 4)
             return
         self.state = replace(self.state, retries=self.state.retries + 1)
         self._abandon()
@@ -506,13 +515,14 @@ class _Step:
                             (m.ready.plan, m.ready.digests) != best], count)  # fmt: skip
             return
         result, digest = results[0], results[0].digest
+        is_over = result.is_over or state.is_last
         blocks = {name: _lists(runs) for name, runs in result.blocks}
         self._record(
             "commit", round=state.round, members=list(state.members), blocks=blocks,
-            samples=result.samples, digest=digest, holes=_lists(result.holes),
+            samples=result.samples, digest=digest, holes=_lists(result.holes), is_over=is_over,
         )  # fmt: skip
         self.state = self.state.committed(
-            state.round + 1, digest, result.samples, result.holes, state.epoch
+            state.round + 1, digest, result.samples, result.holes, state.epoch, is_over=is_over
         )
         self._tell_members(Commit(state.epoch, state.round, digest))
         self._heal_all()

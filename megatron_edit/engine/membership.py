@@ -189,6 +189,7 @@ class Membership:
         copies: HOST:PORT at which other replicas copy this rank's state.
         on_idle: called while the replica waits for others.
         on_message: receives lines about this rank for people.
+        on_leave: called on rank 0 before this replica leaves.
         members: replicas of the epoch, in the order of the groups' ranks.
         epoch: its number.
         leader: the member that writes what only one may write.
@@ -201,6 +202,7 @@ class Membership:
     copies: str
     on_idle: Callable[[], None] = lambda: None
     on_message: Callable[[str], None] = lambda text: None
+    on_leave: Callable[[], None] = lambda: None
     members: tuple[str, ...] = ()
     epoch: int = 0
     leader: str = ""
@@ -336,6 +338,7 @@ class Membership:
     def leave(self, reason: str) -> None:
         """Tell the hub that this replica ends, and close the connection. Idempotent."""
         if self.agent is not None:
+            self.on_leave()
             agent, self.agent = self.agent, None
             agent.report(Quit(reason))
             agent.close(CLOSE_SECONDS)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 
@@ -494,6 +494,8 @@ class TrainingLoop:
 
     def _finish_saves(self) -> None:
         if self._run is not None:
-            self._run.writer.finish()
-            if (elastic := self._run.engine.elastic) is not None:
+            elastic = self._run.engine.elastic
+            with nullcontext() if elastic is None else elastic.membership.working():
+                self._run.writer.finish()
+            if elastic is not None:
                 elastic.leave()

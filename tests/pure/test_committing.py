@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,27 @@ def test_replica_that_may_not_complete_a_save_touches_nothing(
         assert caught.value.exit_code == exit_code
     else:
         committer.wait()
+
+
+def test_replica_that_leaves_waits_for_its_last_save_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has left may not complete it any more."""
+    begun, may_end, committer = threading.Event(), threading.Event(), Committer(single_world())
+
+    def slow(part: RankSave, store: Any) -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    monkeypatch.setattr(committer, "_complete", slow)
+    committer.settle(30)  # there is none
+    committer.start(part(tmp_path))
+    assert begun.wait(30)
+    committer.settle(0.01)
+    assert committer._last is not None and committer._last.is_alive()
+    threading.Timer(0.05, may_end.set).start()
+    committer.settle(30)
+    assert not committer._last.is_alive()
 
 
 def test_retain_interval_keeps_its_multiples(tmp_path: Path) -> None:

@@ -209,9 +209,10 @@ def test_replica_leaves_once() -> None:
     transports = Transports(ANYTHING, ANYTHING, ANYTHING, 0)
     agent: Any = Listener()
     membership = Membership("a", agent, ANYTHING, transports, "")
+    membership.on_leave = lambda: calls.append("saved")
     membership.leave("signal")
     membership.leave("finished")
-    assert calls == ["signal", "closed"]
+    assert calls == ["saved", "signal", "closed"]
 
 
 ELASTIC: dict[str, Any] = {

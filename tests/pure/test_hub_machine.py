@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from megatron_edit.elastic.hub_state import LeaveReason, Phase, Standing
 from megatron_edit.elastic.inputs import (
     Disconnected,
@@ -406,6 +408,79 @@ def test_no_commit_is_void_before_all_replicas_are_there() -> None:
     assert run.state.phase is Phase.OPENING
     run.take("b", run.hello("b", 2, "2"))
     assert run.state.members == ("a", "b") and (run.state.round, run.state.num_void) == (0, 2)
+
+
+def test_replica_without_a_checkpoint_needs_no_others_where_one_has_it() -> None:
+    """It would wait for all before a warm-up; now it copies the state."""
+    run = HubDecisions("a", "b", "c", rounds=2)
+    for name in "abc":
+        run.take(name, Lost())
+    run.take("a", run.hello("a", 3, "2", needs_all=True))
+    run.take("b", run.hello("b", 3, "2", applied=2, digest="d1"))
+    run.take("", OpeningOverdue())
+    assert run.state.phase is Phase.FORM and run.state.members == ("b",)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_replica_that_comes_after_the_last_commit_waits_for_the_end(is_stopped: bool) -> None:
+    """It neither copies nor syncs by itself."""
+    run = HubDecisions("a", "b", rounds=1)
+    if is_stopped:
+        run.take("", Stop())
+    run.take("c", run.hello("c", 2))
+    run.take("c", Late())
+    run.arrive("a", "b")
+    for name in "ab":
+        run.take(name, Ready(1, 1, "plan", ("d1",), 8, (), is_over=not is_stopped))
+    assert "c" not in run.sent
+    for is_restarted in (False, True):
+        if is_restarted:
+            run.restart()
+            for name in "abc":
+                back: dict[str, Any] = {"applied": 2, "digest": "d1", "is_fresh": False, "epoch": 1}
+                more: dict[str, Any] = {} if name == "c" else back
+                run.take(name, run.hello(name, 2, **more))
+        assert run.state.is_over and not any(isinstance(m, Heal) for m in run.sent.get("c", ()))
+    run.take("b", Leave("finished"))
+    run.take("a", Leave("finished"))
+    assert run.sent["c"] == [End("finished", 0)]
+
+
+def test_loss_while_a_run_begins_again_lets_all_start_once_more() -> None:
+    """The run does not end: there is a checkpoint."""
+    for given in (Lost(), Failed(2)):
+        run = HubDecisions("a", "b", rounds=2)
+        for name in "ab":
+            run.take(name, Lost())
+        for name in "ab":
+            run.take(name, run.hello(name, 2, "2", applied=1, digest="d0"))
+        assert run.records[-1] == "epoch"
+        run.take("a", given)
+        assert run.state.phase is Phase.OPENING and run.state.roster == ()
+        assert isinstance(run.sent["b"][-1], Fenced)
+        run.restart()
+        assert run.state.phase is Phase.OPENING and run.state.roster == ()
+
+
+def test_checkpoint_is_checked_also_where_the_last_holder_is_replaced() -> None:
+    run = HubDecisions("a", rounds=2)
+    run.take("a", Disconnected())
+    run.take("a", run.hello("a", 1, "2", applied=1, digest="other"))
+    (refused,) = run.sent["a"]
+    assert isinstance(refused, Refused) and "no commit" in refused.rule
+
+
+def test_replica_with_a_newer_known_state_copies_the_current_one() -> None:
+    run = HubDecisions("a", "b", rounds=2)
+    for name in "ab":
+        run.take(name, Lost())
+    run.take("a", run.hello("a", 2, "2", applied=1, digest="d0"))
+    run.take("", OpeningOverdue())
+    run.take("a", Formed(run.state.epoch))
+    run.take("b", run.hello("b", 2, "2", applied=2, digest="d1"))
+    assert run.sent["b"][0] == Welcome(1, 1, is_joiner=True)
+    run.take("c", run.hello("c", 2, "2", applied=2, digest="foreign"))
+    assert isinstance(run.sent["c"][0], Refused)
 
 
 def test_journal_of_another_run_that_has_ended_is_refused() -> None:

@@ -145,6 +145,7 @@ class Committer:
             try:
                 self._complete(part, store)
                 self._failures.clear()
+                self._refusal = None
             except _Abandoned:
                 say(f"the checkpoint of iteration {part.manifest.iteration} is not completed")
             except Exception as error:
@@ -159,6 +160,11 @@ class Committer:
         self._is_abandoned.set()
         if self._last is not None:
             self._last.join()
+
+    def settle(self, seconds: float) -> None:
+        """Wait for a while until the last checkpoint is completed. Not collective."""
+        if self._last is not None:
+            self._last.join(seconds)
 
     def wait(self, timeout_seconds: float = 0.0) -> None:
         """Wait at the end of training until all checkpoints are complete or have failed.

@@ -59,7 +59,8 @@ def _with_separate_steps[T](
         with torch.no_grad():  # main shards are views of parameters
             load(self, state_dict)
         for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+            if "step" in state:
+                state["step"] = state["step"].clone()
 
     return wrapper
 

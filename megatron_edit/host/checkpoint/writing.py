@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_edit.checkpoint.folder import (
@@ -53,6 +54,8 @@ from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.describe import versions
 from megatron_edit.host.seams.megatron import AsyncRequest
+
+LEAVE_SECONDS = 10.0  # for a replica of an elastic run that leaves to complete its last save
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class CheckpointWriter:
         self._committer = Committer(world, max(MIN_TIMEOUT_SECONDS, config.timeout_seconds or 0.0))
         elastic = engine.elastic
         self._permit = permission(None if elastic is None else elastic.membership.agent)
+        if elastic is not None:  # one that has left may not complete a save any more
+            elastic.membership.on_leave = partial(self._committer.settle, LEAVE_SECONDS)
         self._is_first_save = True
         # Requests of the outer state: scheduled together with that of Megatron's own save.
         self._outer: list[AsyncRequest] = []
