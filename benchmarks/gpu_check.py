@@ -43,6 +43,8 @@ from gpu_parts.device import DeviceError, look
 from gpu_parts.report import Analysis, draw, markdown
 from gpu_parts.runs import Bench, Reading
 
+from megatron_edit.tools.compare.finished import configuration_hash
+
 REFERENCE = REPOSITORY / "benchmarks" / "results" / "gpu_check_cpu.json"
 QUICK: dict[str, Any] = {"cases": "stock,overlap"}
 
@@ -124,7 +126,8 @@ class Results(Study[Reading]):
             "time_limit",
         )
         settings = result_settings(args, *left_out)
-        settings |= {"flags": {size: common_flags(each) for size, each in flags.items()}}
+        common = {size: common_flags(each)["common"] for size, each in flags.items()}
+        settings |= {"flags": common, "hash of all flags": configuration_hash(flags)}
         super().__init__("gpu_check", args, Reading, settings, args.found.versions)
 
     def measure_all(self) -> None:

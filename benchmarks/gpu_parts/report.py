@@ -11,7 +11,7 @@ from typing import Any
 
 from frame.page import Column, picture, table_of
 
-from .cases import BF16, MODELS, TAU, TRACED, WARMUP, Case
+from .cases import BF16, LARGE, MODELS, TAU, TRACED, WARMUP, Case
 from .runs import Reading
 
 MIN_SYNCS = 2  # where rounds are timed
@@ -58,8 +58,9 @@ class Analysis:
         }
 
     def times(self) -> dict[str, list[list[float]]]:
-        """Return by case the milliseconds of every step, and those exposed by every sync."""
-        return {reading.case: [reading.step_ms, reading.exposed_ms] for reading in self.readings}
+        """Return by large case the milliseconds of every step, and those exposed by every sync."""
+        large = [each for each in self.readings if self.cases[each.case].size == LARGE]
+        return {reading.case: [reading.step_ms, reading.exposed_ms] for reading in large}
 
     def marks(self) -> list[dict[str, Any]]:
         """Return the values of the engine's marks in each trace of one sync."""

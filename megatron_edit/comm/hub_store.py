@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_edit.errors import ReplicaLostError, UsageError
 
 LEAST_TORCH = "2.14"
-SLICE_SECONDS = 0.5  # after which a wait that is given up ends
+SLICE_SECONDS = 0.2  # after which a wait that is given up ends
 c10d: Any = native  # its types do not know what torch 2.14 adds
 
 

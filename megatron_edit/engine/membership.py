@@ -62,7 +62,7 @@ IDLE_SECONDS = 0.01  # longest wait of rank 0 for an order, before the ranks com
 COPY_PAUSES = 20  # of `IDLE_SECONDS`, before a copy is tried again
 CLOSE_SECONDS = 10.0
 # For the thread that forms groups to end: one that ends while the interpreter does may abort it.
-THREAD_END_SECONDS = 1.0
+THREAD_END_SECONDS = 2.0
 
 
 class Status(IntEnum):

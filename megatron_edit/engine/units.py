@@ -134,12 +134,12 @@ class UnitShard:
 
     def squared_norm(self, flat: Tensor) -> Tensor:
         """Sum of squares over the parameter shards that count, float64 scalar, in their order."""
-        counted = (
+        counted = [
             flat[where]
             for param, where in zip(self.params, self.slices, strict=True)
             if param.is_counted
-        )
-        return sum_of_squares(flat[:0], *counted)
+        ]
+        return sum_of_squares(*(counted or [flat[:0]]))
 
 
 @dataclass(frozen=True)
