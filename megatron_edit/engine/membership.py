@@ -61,8 +61,6 @@ from megatron_edit.errors import (
 IDLE_SECONDS = 0.01  # longest wait of rank 0 for an order, before the ranks compare notes again
 COPY_PAUSES = 20  # of `IDLE_SECONDS`, before a copy is tried again
 CLOSE_SECONDS = 10.0
-# For the thread that forms groups to end: one that ends while the interpreter does may abort it.
-THREAD_END_SECONDS = 2.0
 
 
 class Status(IntEnum):
@@ -423,7 +421,6 @@ class Membership:
             statuses, other = self._share(status)
             if other is not None or Status.FAILED in statuses:
                 self.transports.renew()
-                wait([forming], THREAD_END_SECONDS)
                 if other is None:
                     self._report(ExchangeFailed(order.epoch))
                 return False, other
@@ -460,7 +457,8 @@ class Membership:
 
 
 def _in_thread(function: Callable[[], list[Any]]) -> Future[list[Any]]:
-    """Call a function in a thread that may be left behind, also when the process ends."""
+    """Call a function in a thread that may be left behind; the end of the process waits for it, as
+    a thread in C++ code that the interpreter ends would abort the process."""
     result: Future[list[Any]] = Future()
 
     def call() -> None:
@@ -469,7 +467,7 @@ def _in_thread(function: Callable[[], list[Any]]) -> Future[list[Any]]:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=call, name="edit-groups", daemon=True).start()
+    threading.Thread(target=call, name="edit-groups").start()
     return result
 
 
