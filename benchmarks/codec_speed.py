@@ -250,12 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     checked = codecs() if args.device == "cuda" else []
     distances = {codec.name: distance_from_cpu(codec, args.device) for codec in checked}
     speeds = measure_all(sizes, args.repeats, args.values, args.device)
-    configuration = {
-        "device": args.device,
-        "sizes": args.sizes,
-        "repeats": args.repeats,
-        "values": args.values,
-    }
+    names = ("device", "sizes", "repeats", "values")
+    configuration = {name: getattr(args, name) for name in names}
     own = {
         "versions": describe_environment(), "configuration": configuration, "load": load,
         "speeds": speeds, "distances": distances,

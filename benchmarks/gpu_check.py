@@ -46,6 +46,9 @@ from gpu_parts.runs import Bench, Reading
 from megatron_edit.tools.compare.finished import configuration_hash
 
 REFERENCE = REPOSITORY / "benchmarks" / "results" / "gpu_check_cpu.json"
+# Which runs there are, how they are run, and where: not what one of them measures.
+WITHOUT_EFFECT = ("cases", "jobs", "chosen", "found", "budget", "reference", "repeats",
+                  "time_limit")  # fmt: skip
 QUICK: dict[str, Any] = {"cases": "stock,overlap"}
 
 
@@ -115,17 +118,7 @@ class Results(Study[Reading]):
         flags: dict[str, dict[str, list[str]]] = {}
         for case in cases_for(args.device, args.devices):
             flags.setdefault(case.size, {})[case.name] = case.flags(args.device, "LOG_DIR")
-        left_out = (
-            "cases",
-            "jobs",
-            "chosen",
-            "found",
-            "budget",
-            "reference",
-            "repeats",
-            "time_limit",
-        )
-        settings = result_settings(args, *left_out)
+        settings = result_settings(args, *WITHOUT_EFFECT)
         common = {size: common_flags(each)["common"] for size, each in flags.items()}
         settings |= {"flags": common, "hash of all flags": configuration_hash(flags)}
         super().__init__("gpu_check", args, Reading, settings, args.found.versions)

@@ -119,8 +119,9 @@ class Case:
         if self.is_stock:
             return [*words, *self.words]
         edit = edit_flags(self.num_replicas, warmup_steps=WARMUP, log_dir=log_dir)
-        every: dict[str, float | int] = {"edit-digest-interval": 1}
-        every |= {"edit-fragments": self.fragments}
+        every: dict[str, float | int] = {
+            "edit-digest-interval": 1, "edit-fragments": self.fragments
+        }  # fmt: skip
         if not self.is_timed:
             every |= {"edit-sync-interval": TAU} | OUTER
         return [*words, *edit, *flag_words(every), *self.words]
