@@ -14,7 +14,6 @@ that is abandoned (`Abandon`) with nothing changed, and the replicas arrive agai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,9 +56,10 @@ from megatron_edit.elastic.messages import (
     Refused,
     Welcome,
 )
+from megatron_edit.elastic.results import Comparison, compare
 
 MAX_RETRIES = 2  # of an exchange that fails although all replicas are alive
-MAX_DISAGREEMENTS = 8  # of the results of one round
+MAX_DISAGREEMENTS = 8  # attempts at one round whose results were not good
 FENCED_BECAUSE = {
     LeaveReason.LOST: "the hub has not heard of this replica for too long",
     LeaveReason.EVICTED: "it made no progress, or the others could not exchange with it",
@@ -343,7 +343,9 @@ class _Step:
         if self.state.is_suspicious or not is_needed:
             self._remove(member, LeaveReason.LOST)
 
-    def _remove(self, member: Member, reason: str, *, is_replaced: bool = False) -> None:
+    def _remove(
+        self, member: Member, reason: str, *, is_replaced: bool = False, **details: Any
+    ) -> None:
         """A replica does not take part any more; where it is replaced, another has its name."""
         state, name = self.state, member.name
         is_needed = state.is_frozen and name in state.members and reason != LeaveReason.FINISHED
@@ -353,7 +355,7 @@ class _Step:
             else:
                 self._end(f"{name} was {reason} before the first commit", 4)
             return
-        self._record("leave", name=name, reason=reason)
+        self._record("leave", name=name, reason=reason, **details)
         if not is_replaced and reason in FENCED_BECAUSE:
             self._send(name, Fenced(FENCED_BECAUSE[LeaveReason(reason)]))
         self.state = self.state.after_leave(name, reason)
@@ -505,16 +507,15 @@ class _Step:
         """Commit where all members are ready and equal."""
         state = self.state
         members = [each for each in state.roster if each.name in state.members]
-        results = [each.ready for each in members if each.ready is not None]
+        results = {each.name: each.ready for each in members if each.ready is not None}
         if len(results) < len(members):
             return
-        same = Counter((result.plan, result.digests) for result in results)
-        (best, count), *others = same.most_common()
-        if others:
-            self._disagree([m.name for m in members if m.ready and
-                            (m.ready.plan, m.ready.digests) != best], count)  # fmt: skip
+        found = compare(results)
+        if found.reason:
+            self._disagree(found)
             return
-        result, digest = results[0], results[0].digest
+        result = results[members[0].name]
+        digest = result.digest
         is_over = result.is_over or state.is_last
         blocks = {name: _lists(runs) for name, runs in result.blocks}
         self._record(
@@ -527,22 +528,23 @@ class _Step:
         self._tell_members(Commit(state.epoch, state.round, digest))
         self._heal_all()
 
-    def _disagree(self, differing: Sequence[str], agreeing: int) -> None:
-        """Nothing is applied. One that differs twice in a row goes; without a majority, or where
-        one and then another differs again and again, all end."""
+    def _disagree(self, found: Comparison) -> None:
+        """Nothing is applied, and the round is exchanged again. One that differs twice in a row
+        goes; without a majority, or where this happens again and again, all end."""
         self.state = state = replace(self.state, disagreements=self.state.disagreements + 1)
-        if len(differing) > 1 or agreeing < 2 or state.disagreements > MAX_DISAGREEMENTS:
-            self._end("the replicas' results differ", 3)
+        is_split = len(found.differing) > 1 or (found.differing and found.num_agreeing < 2)
+        if is_split or state.disagreements > MAX_DISAGREEMENTS:
+            self._end(found.reason, 3)
             return
-        (name,) = differing
-        self._abandon()
-        if state.drifted == name:
-            member = self.state.member(name)
+        self._abandon(found.reason)
+        drifted = found.differing[0] if found.differing else ""
+        if drifted and drifted == state.drifted:
+            member = self.state.member(drifted)
             assert member is not None, "a result of a replica that is not in the roster"
-            self._send(name, End("its results differ from the others'", 3))
-            self._remove(member, LeaveReason.DRIFTED)
+            self._send(drifted, End(found.reason, 3))
+            self._remove(member, LeaveReason.DRIFTED, units=list(found.units))
         else:
-            self.state = replace(self.state, drifted=name)
+            self.state = replace(self.state, drifted=drifted)
 
     def _end(self, reason: str, exit_code: int) -> None:
         """End the run, without a save."""
@@ -552,7 +554,7 @@ class _Step:
         for each in self.state.roster:
             self._send(each.name, End(reason, exit_code))
 
-    def _abandon(self) -> None:
+    def _abandon(self, reason: str = "") -> None:
         """Let all members put the exchange aside, and wait for them to arrive again."""
         state = self.state
         roster = tuple(
@@ -564,7 +566,7 @@ class _Step:
         self.state = replace(
             state, phase=Phase.GATHER, roster=roster, is_epoch_used_up=True, is_suspicious=True
         )
-        self._tell_members(Abandon(state.epoch))
+        self._tell_members(Abandon(state.epoch, reason))
 
     # ---- outputs
 

@@ -111,6 +111,8 @@ class Ready:
         blocks: consumed in this round by each replica.
         is_over: whether no block is left after this round.
         holes: blocks that were dealt until this round, and that no replica has consumed.
+        units: names, in the order of the digests.
+        corrupt: names of the units whose average is not that of the replicas' addends.
     """
 
     epoch: int
@@ -121,6 +123,8 @@ class Ready:
     blocks: tuple[tuple[str, Blocks], ...]
     is_over: bool = False
     holes: Blocks = ()
+    units: tuple[str, ...] = ()
+    corrupt: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -260,9 +264,11 @@ class Abandon:
 
     Attributes:
         epoch: whose groups are not used any more.
+        reason: for people, where the results were not good; else empty.
     """
 
     epoch: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +28,12 @@ from megatron_edit.elastic.channel import (
 )
 from megatron_edit.elastic.deadlines import Deadlines
 from megatron_edit.elastic.hub_state import HubState, Member, Phase, replay
-from megatron_edit.elastic.inputs import Disconnected, Input, Late, Record, Send, Stop
+from megatron_edit.elastic.inputs import Disconnected, Input, Late, Output, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.liveness import REPLACED_SECONDS, Liveness
 from megatron_edit.elastic.machine import name_in_use, step
 from megatron_edit.elastic.messages import (
+    Abandon,
     AliveMessage,
     End,
     Fenced,
@@ -184,6 +185,7 @@ class Hub:
                     self._record(output)
                 else:
                     self._send(output)
+            self._say_again(outputs)
         except BaseException as error:
             self._fail(error)
 
@@ -211,6 +213,14 @@ class Hub:
                 connection.writer.close()
                 if self.state.member(send.name) is None:
                     self._liveness.forget(send.name)
+
+    def _say_again(self, outputs: Sequence[Output]) -> None:
+        """Say why the results of a round were not good."""
+        messages = [each.message for each in outputs if isinstance(each, Send)]
+        reasons = {each.reason: None for each in messages if isinstance(each, Abandon)}
+        with suppress(OSError):
+            for reason in filter(None, reasons):
+                self.say(f"hub: round {self.state.round} is exchanged again: {reason}")
 
     def _say_late(self, name: str, seconds: float) -> None:
         """Say that a meeting does not wait any more for a replica that copies the state."""

@@ -309,6 +309,8 @@ class Membership:
                 self._aside.clear()
                 return current, is_last
             elif isinstance(order, Abandon):
+                if order.reason and self.agent is not None:
+                    self.on_message(f"the round is exchanged again: {order.reason}")
                 self._put_aside(current)
                 current, status = None, Status.IDLE
                 self._arrive()

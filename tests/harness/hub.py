@@ -7,7 +7,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ class PretendingReplica:
         self.states = {} if states is None else states
         self.digest, self.orders = "", list[Order]()
         self.corrupts_round: int | None = None
+        self.corrupt: dict[int, tuple[str, ...]] = {}  # units with a bad average, once, by round
         self.blocks: Blocks = ()  # that each replica reports in each round, instead of one
         self._members: tuple[str, ...] = ()
         self._is_last = False
@@ -154,7 +155,10 @@ class PretendingReplica:
                 if count == self.corrupts_round:
                     digest += "!"
                 blocks = tuple((name, self.blocks or ((count, 1),)) for name in self._members)
-                ready = Ready(epoch, count, f"plan {count}", (digest,), 4 * (count + 1), blocks)
+                ready = Ready(
+                    epoch, count, f"plan {count}", (digest,), 4 * (count + 1), blocks,
+                    units=("layer.1",), corrupt=self.corrupt.pop(count, ()),
+                )  # fmt: skip
                 self.agent.report(Exchanged(ready))
             case Commit(round=count):
                 self.digest = self.agent.state.digest
@@ -219,9 +223,12 @@ class HubDecisions:
         for name in names:
             self.take(name, Arrive(self.state.round, (name,)))
 
-    def ready(self, name: str) -> None:
-        state = self.state
-        self.take(name, Ready(state.epoch, state.round, "plan", (f"d{state.round}",), 0, ()))
+    def ready(self, name: str, *, digest: str = "", corrupt: Sequence[str] = ()) -> None:
+        state, units = self.state, ("layer.1",)
+        self.take(name, Ready(
+            state.epoch, state.round, "plan", (digest or f"d{state.round}",), 0, (), units=units,
+            corrupt=tuple(corrupt),
+        ))  # fmt: skip
 
     def exchange(self, *names: str) -> None:
         self.arrive(*names)

@@ -1,4 +1,4 @@
-"""Hooks that kill or freeze a replica inside an exchange, or a save, once a file tells them to."""
+"""Hooks that harm a replica inside an exchange, or a save, once a file tells them to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.host.spy import out_dir
+import torch
+
+from tests.host.spy import out_dir, record
 
 
 def end_in_exchange() -> None:
@@ -23,6 +25,26 @@ def end_in_exchange() -> None:
             number = int(wanted.read_text())
             wanted.unlink()
             os.kill(os.getpid(), number)
+
+    SyncManager.start = spied  # type: ignore[method-assign]
+
+
+def flip_in_exchange() -> None:
+    """Flip a bit of what rank 1 sends, once the file `flip` is there: as all replicas add it, all
+    get the same wrong average. Also record what `spy.record` records."""
+    from megatron_edit.engine.sync.manager import SyncManager
+
+    record()
+    start = SyncManager.start
+
+    def spied(self: SyncManager, sync: Any) -> None:
+        wanted = out_dir() / "flip"
+        if os.environ["RANK"] == "1" and wanted.exists():
+            wanted.rename(out_dir() / "flipped")
+            unit = sync.inflight_units[-1]
+            assert not unit.is_excluded
+            unit.average.view(torch.int32)[-1] ^= 1 << 30
+        start(self, sync)
 
     SyncManager.start = spied  # type: ignore[method-assign]
 

@@ -354,6 +354,34 @@ def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
         run.check_blocks(WARMUP * 4)
 
 
+def test_average_that_is_corrupt_on_all_replicas_is_not_applied(tmp_path: Path) -> None:
+    """Would catch: a flipped bit that digests cannot show, as all replicas have added it."""
+    ranks, flags = LAYOUTS["tp2"]
+    flags = {**flags, "train_iters": 14, "global_batch_size": 8}
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    run_edit(
+        plain, 2 * ranks, 2, before=RECORD, edit_sync_mode="blocking", edit_warmup_steps=WARMUP,
+        edit_sync_interval=4, **flags,
+    )  # fmt: skip
+    finals = {record["digest"] for record in read_records(plain, 2 * ranks)}
+    hook = "tests.host.spy_exchange:flip_in_exchange"
+    with elastic_run(tmp_path / "hub", 2, ranks=ranks, flags=flags, before=hook) as run:
+        run.start("a")
+        (run.spy_dir("b") / "flip").touch()
+        run.start("b")
+        finish(run, "ab")
+        assert (run.spy_dir("b") / "flipped").exists()
+        assert run.check_blocks(WARMUP * 2) == (14 - WARMUP) * 2
+        assert len(run.events("epoch")) == 2 and {e["reason"] for e in run.events("leave")} == {
+            "finished"
+        }
+        text = "the average is not that of the replicas' updates in unit final"
+        assert run.tails(100_000).count(text) == 3, "the hub and both replicas say so"
+        for name in "ab":
+            assert set(digests_of(run, name)) == finals
+
+
 def test_evaluations_and_tensorboard_need_no_other_replica(tmp_path: Path) -> None:
     """All replicas hold the same parameters at an evaluation, and only the leader records it."""
     flags = {"train_iters": 60, "global_batch_size": 8, "eval_interval": 10, "eval_iters": 2,

@@ -16,7 +16,12 @@ from megatron_edit.elastic.inputs import (
     OpeningOverdue,
     Stop,
 )
-from megatron_edit.elastic.machine import ENDED_RUN_OF_OTHERS, FENCED_BECAUSE, MAX_RETRIES
+from megatron_edit.elastic.machine import (
+    ENDED_RUN_OF_OTHERS,
+    FENCED_BECAUSE,
+    MAX_DISAGREEMENTS,
+    MAX_RETRIES,
+)
 from megatron_edit.elastic.messages import (
     Abandon,
     End,
@@ -264,7 +269,57 @@ def test_results_that_differ_again_and_again_end_the_run() -> None:
             run.take(name, Ready(run.state.epoch, 1, "plan", (digest,), 0, ()))
         if run.state.phase is Phase.ENDED:
             break
-    assert run.state.end == ("the replicas' results differ", 3)
+    assert run.state.end == ("the replicas' results differ in unit number 0", 3)
+
+
+CORRUPT = "the average is not that of the replicas' updates in unit layer.1"
+
+
+def again(run: HubDecisions, *names: str) -> None:
+    """The members arrive after an abandoned exchange, and form the groups of the next epoch."""
+    run.arrive(*names)
+    for name in names:
+        run.take(name, Formed(run.state.epoch))
+
+
+def test_round_with_a_corrupt_average_is_exchanged_again() -> None:
+    """Nobody is to blame, and all hear why; one member that has found it suffices."""
+    run = HubDecisions("a", "b", rounds=1)
+    run.arrive("a", "b")
+    run.ready("a")
+    run.ready("b", corrupt=("layer.1",))
+    assert run.sent == {name: [Abandon(1, CORRUPT)] for name in "ab"} and run.records == []
+    again(run, "a", "b")
+    run.ready("a")
+    run.ready("b")
+    assert run.state.round == 2 and run.state.disagreements == 0
+
+
+def test_averages_that_are_corrupt_again_and_again_end_the_run() -> None:
+    run = HubDecisions("a", rounds=1)
+    run.arrive("a")
+    for _ in range(MAX_DISAGREEMENTS):
+        run.ready("a", corrupt=("layer.1",))
+        assert run.state.phase is Phase.GATHER
+        again(run, "a")
+    run.ready("a", corrupt=("layer.1",))
+    assert run.state.end == (CORRUPT, 3)
+
+
+def test_only_who_differs_twice_in_a_row_goes() -> None:
+    run = HubDecisions("a", "b", "c", rounds=1)
+    run.arrive("a", "b", "c")
+    for attempt in ("differs", "corrupt", "differs", "differs"):
+        for name in "abc":
+            is_off = name == "b" and attempt == "differs"
+            run.ready(
+                name, digest="x" if is_off else "", corrupt=["layer.1"][: attempt == "corrupt"]
+            )
+        if run.state.member("b") is not None:
+            again(run, "a", "b", "c")
+    reason = "the replicas' results differ in unit layer.1"
+    assert run.sent["b"] == [Abandon(4, reason), End(reason, 3)]
+    assert run.journal[-1].fields == {"name": "b", "reason": "drifted", "units": ["layer.1"]}
 
 
 def test_who_does_not_form_the_groups_goes() -> None:

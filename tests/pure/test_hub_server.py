@@ -31,7 +31,7 @@ from megatron_edit.elastic.channel import (
 )
 from megatron_edit.elastic.hub_state import Standing
 from megatron_edit.elastic.journal import read_journal
-from megatron_edit.elastic.messages import End, Fenced, Hello, Refused, encode
+from megatron_edit.elastic.messages import Abandon, End, Fenced, Hello, Refused, encode
 from megatron_edit.elastic.replica import LastOrder, exit_of
 from megatron_edit.errors import ReplicaLostError
 from tests.harness.hub import PretendingReplica, running_hub
@@ -120,9 +120,26 @@ def test_differing_replica_goes_alone(tmp_path: Path) -> None:
             replica.start()
         for replica in replicas:
             replica.join()
-    assert replicas[1].orders[-1] == End("its results differ from the others'", 3)
+    assert replicas[1].orders[-1] == End("the replicas' results differ in unit layer.1", 3)
     found = commits(tmp_path)
     assert [len(each["members"]) for each in found] == [3, 3, 2, 2, 2, 2]  # type: ignore[arg-type]
+
+
+def test_corrupt_average_costs_one_exchange(tmp_path: Path) -> None:
+    with running_hub(tmp_path) as (_, address):
+        replicas = [PretendingReplica(address, name, 2, 4) for name in "ab"]
+        replicas[1].corrupt = {2: ("layer.1",)}
+        for replica in replicas:
+            replica.start()
+        for replica in replicas:
+            replica.join()
+    found = commits(tmp_path)
+    assert [(each["round"], each["members"]) for each in found] == [
+        (number, ["a", "b"]) for number in range(4)
+    ]
+    for replica in replicas:
+        [abandoned] = [each for each in replica.orders if isinstance(each, Abandon)]
+        assert abandoned.reason.endswith("in unit layer.1")
 
 
 def test_two_that_differ_end_the_run(tmp_path: Path) -> None:
@@ -133,7 +150,9 @@ def test_two_that_differ_end_the_run(tmp_path: Path) -> None:
             replica.start()
         for replica in replicas:
             replica.join()
-    assert all(r.orders[-1] == End("the replicas' results differ", 3) for r in replicas)
+    assert all(
+        r.orders[-1] == End("the replicas' results differ in unit layer.1", 3) for r in replicas
+    )
     assert len(commits(tmp_path)) == 2
 
 

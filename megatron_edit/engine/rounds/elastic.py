@@ -73,9 +73,12 @@ class RoundAttempt:
         self._began = time.monotonic()
         self._row = rounds.meetings.pack(norms, round_loss=loss)
         self._records: tuple[Work, torch.Tensor] | None = None
+        self._own_projections = torch.empty(0)
+        self._projections: tuple[Work, torch.Tensor] | None = None
 
     def advance(self) -> bool:
-        """Gather the records, plan the round, and exchange it; see `membership.Attempt`."""
+        """Gather the records, plan the round, exchange it, and gather what the averages are checked
+        with; see `membership.Attempt`."""
         rounds = self._rounds
         if self.sync is None:
             if self._records is None:
@@ -85,27 +88,35 @@ class RoundAttempt:
                 return False
             self._plan(rows)
             assert self.sync is not None
+            self._own_projections = self.sync.addend_projections()
             rounds.syncs.start(self.sync)
         is_over = rounds.syncs.is_exchanged(self.sync)
         if (count := self.sync.num_exchanged) > self._num_arrived:
             rounds.membership.exchanged(count - self._num_arrived)
             self._num_arrived = count
-        return is_over
+        if is_over and self._projections is None:
+            self._projections = rounds.groups.meeting.start_all_gather(self._own_projections)
+        return is_over and self._projections is not None and self._projections[0].advance()
 
     def result(self, epoch: int) -> Ready:
-        """The digests of the plan and of anchor and momentum as they will be."""
+        """Digests of the plan, and of anchor and momentum as they will be; which averages are
+        corrupt."""
         rounds, before = self._rounds, self._before
         assert self.plan is not None and self.sync is not None, "an exchange that is not over"
+        assert self._projections is not None
         self.sync.finish_exchange()
+        is_corrupt = self.sync.corrupt_averages(self._projections[1].cpu())
         units, digest = replica_digests(self.sync.units, rounds.groups, self.sync.preview())
-        of_ranks = rounds.groups.replica.all_gather(torch.tensor([plan_digest(self.plan)]))
+        row = torch.tensor([plan_digest(self.plan), *is_corrupt])
+        plans, *corrupt = rounds.groups.replica.all_gather(row).t()
+        names = self.sync.units.names
         after, assignment = self.plan.after.assignment, before.assignment
         assert after is not None and assignment is not None, "rounds without assigned blocks"
         steps = before.steps_by_assignment([r.inner_steps for r in self.plan.records])
         ready = Ready(
             epoch=epoch,
             round=before.count,
-            plan=as_hex(combine(of_ranks.flatten().tolist())),
+            plan=as_hex(combine(plans.tolist())),
             digests=tuple(map(as_hex, units)),
             samples=rounds.host.samples_of(after.num_consumed),
             blocks=tuple(
@@ -115,6 +126,8 @@ class RoundAttempt:
             ),
             is_over=after.is_over,
             holes=runs_of(after.holes),
+            units=names,
+            corrupt=tuple(name for name, ranks in zip(names, corrupt, strict=True) if ranks.any()),
         )
         self.digest = digest, ready.digest
         return ready

@@ -13,7 +13,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import MomentRule
+from megatron_edit.method.projection import num_parts, projection, sum_differs
 from megatron_edit.saved_state import PendingSync
 
 
@@ -520,6 +521,40 @@ class CheckedSync(DelayedSync):
     def num_exchanged(self) -> int:
         """Units whose average has arrived, as far as `advance` knows."""
         return sum(unit.on_wire is None for unit in self._inflight)
+
+    def addend_projections(self) -> Tensor:
+        """Projections of this replica's addends, before they are exchanged.
+
+        Returns:
+            float64 [parts, 2] on the CPU, of all units of the stage; zeros where there is no
+            addend, as this replica, or all, were rejected.
+        """
+        return torch.cat(self._projections(unit.is_excluded for unit in self._inflight))
+
+    def corrupt_averages(self, addends: Tensor) -> list[bool]:
+        """By unit, whether this rank's average differs from the sum of the replicas' addends by
+        more than rounding. After `finish_exchange`.
+
+        Args:
+            addends: `addend_projections` of all replicas, float64 [N, parts, 2].
+        """
+        averages = self._projections(unit.average is None for unit in self._inflight)
+        of_units = addends.split([len(each) for each in averages], dim=1)
+        found, wire = [False] * len(self.units.names), self._context.wire.name
+        for unit, sent, average in zip(self._inflight, of_units, averages, strict=True):
+            if unit.average is not None:
+                found[unit.shard.index] = sum_differs(sent, average, wire)
+        return found
+
+    def _projections(self, are_left_out: Iterable[bool]) -> list[Tensor]:
+        """By unit, on the CPU; zeros for those that are left out."""
+        found = [
+            torch.zeros(num_parts(unit.shard.numel), 2, dtype=torch.float64)
+            if unit.average is None or is_left_out
+            else projection(unit.average)
+            for unit, is_left_out in zip(self._inflight, are_left_out, strict=True)
+        ]
+        return [each.cpu() for each in found]  # only now: a GPU has all of them to compute
 
     def preview(self) -> dict[int, Tensor]:
         """Digests of anchor and momentum as the outer steps will leave them, by unit position.
