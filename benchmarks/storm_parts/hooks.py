@@ -18,6 +18,7 @@ that comes there. Whoever renames the file makes the fault, and notes it in `hit
 | save-commit | is killed when it has read them back, before the checkpoint gets its name |
 | copy | is killed while another replica copies its state |
 | flip-anchor, flip-momentum, flip-average | flips one bit, before a commit |
+| flip-sent | flips the highest bit of an exponent in what it sends: all get a wrong average |
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .control import ControlMeter
 
 LATE_SECONDS = 0.5  # that the others wait for one that is killed before it arrives
 SENT_SECONDS = 0.1  # in which the agent's thread has sent a report
+HIGHEST_OF_EXPONENT = 30  # bit of a float32
 READS_OF_COPY, FATAL_READ = 8, 4  # reads of a copy: four units; and the one in mid-copy
 
 
@@ -188,15 +190,24 @@ def _hook_meetings() -> None:
 
 def _hook_attempts() -> None:
     from megatron_edit.engine.rounds.elastic import RoundAttempt
+    from megatron_edit.engine.sync.manager import SyncManager
     from megatron_edit.engine.sync.syncs import CheckedSync
 
     advance, result, preview = RoundAttempt.advance, RoundAttempt.result, CheckedSync.preview
+    start = SyncManager.start
 
     def advanced(self: RoundAttempt) -> bool:
         is_done = advance(self)
         if self.sync is not None:
             _kill_at("exchange")
         return is_done
+
+    def started(self: SyncManager, sync: Any) -> None:
+        sent = [unit.average for unit in sync.inflight_units if not unit.is_excluded]
+        if sent and (where := _claim("flip-sent")) is not None:
+            _flip(sent[int(where["unit"] * len(sent))], {**where, "bit": HIGHEST_OF_EXPONENT})
+            _note_hit("flip-sent")
+        start(self, sync)
 
     def resulted(self: RoundAttempt, epoch: int) -> Any:
         found = result(self, epoch)
@@ -212,6 +223,7 @@ def _hook_attempts() -> None:
             _note_hit("flip-average")
         return preview(self)
 
+    SyncManager.start = started  # type: ignore[method-assign]
     RoundAttempt.advance = advanced  # type: ignore[method-assign]
     RoundAttempt.result = resulted  # type: ignore[method-assign]
     CheckedSync.preview = previewed  # type: ignore[method-assign]

@@ -32,8 +32,8 @@ class Kind:
 
 KINDS = (
     Kind("hub-kill", 10, seconds=(0.0, 3.0)),
-    Kind("kill-train", 5, ("train",)),
-    Kind("kill-gather", 5, ("late", "arrived", "records")),
+    Kind("kill-train", 4, ("train",)),
+    Kind("kill-gather", 4, ("late", "arrived", "records")),
     Kind("kill-exchange", 5, ("exchange", "result", "ready", "commit")),
     Kind("kill-save", 4, ("save-begin", "save-end", "save-commit")),
     Kind("kill-leader", 4, seconds=(0.0, 2.0)),
@@ -44,7 +44,7 @@ KINDS = (
     Kind("term", 3, seconds=(0.0, 2.0)),
     Kind("term-kill", 3, seconds=(0.0, 0.3)),
     Kind("join", 3, seconds=(1.0, 6.0)),
-    Kind("flip", 2, ("flip-anchor", "flip-average", "flip-momentum")),
+    Kind("flip", 4, ("flip-anchor", "flip-average", "flip-momentum", "flip-sent")),
     Kind("hub-freeze", 2, seconds=(2.0, 12.0)),
 )
 RESTART_SECONDS = (1.0, 5.0)  # until whatever starts processes has noticed that one has ended

@@ -13,6 +13,8 @@ from megatron_edit.elastic.messages import Blocks, Ready
 
 NO_STATE = -1
 KEY_DIGITS = 32  # hexadecimal
+RELAPSE_ROUNDS = 16  # within which a removal after a return counts as one more in a row
+LONGEST_BAR = 64  # rounds
 
 
 class LeaveReason(StrEnum):
@@ -23,6 +25,9 @@ class LeaveReason(StrEnum):
     LOST = "lost"
     EVICTED = "evicted"  # it makes no progress, or the others cannot exchange with it
     DRIFTED = "drifted"
+
+
+REMOVED = (LeaveReason.EVICTED, LeaveReason.DRIFTED)  # because of what the replica itself did
 
 
 class Standing(StrEnum):
@@ -44,6 +49,29 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Removals:
+    """How often a replica was taken out, one time soon after the other.
+
+    Attributes:
+        name: of the replica.
+        count: times in a row.
+        admitted_from: round from which it may take part again.
+    """
+
+    name: str
+    count: int
+    admitted_from: int
+
+    @classmethod
+    def after(cls, earlier: Removals | None, name: str, round: int) -> Removals:
+        """With one more in a round. After the first one there is no wait, then 1, 2, 4 rounds."""
+        is_relapse = earlier is not None and round < earlier.admitted_from + RELAPSE_ROUNDS
+        count = 1 + (earlier.count if earlier is not None and is_relapse else 0)
+        bar = min(1 << count >> 2, LONGEST_BAR)
+        return cls(name, count, round + bar)
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A replica that takes part, or is about to.
 
@@ -59,6 +87,7 @@ class Member:
         is_formed: whether it has formed the groups of the current epoch.
         num_late: meetings that have stopped waiting for it while it copied the state.
         awaited_from: the round from which meetings wait for it again.
+        admitted_from: the round from which it may copy the state, as it was taken out repeatedly.
         is_abandoning: whether it puts an exchange aside, and has not arrived again.
         needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
@@ -81,6 +110,7 @@ class Member:
     failures: int = 0
     num_late: int = 0
     awaited_from: int = 0
+    admitted_from: int = 0
 
     def late_in(self, count: int) -> Member:
         """The replica, whose copy was too slow for the meeting of round `count`: the next one waits
@@ -114,6 +144,7 @@ class HubState:
         disagreements: attempts at this round in which the members' results differed.
         drifted: the replica whose result differed from the others' in the last attempt.
         is_stopping: whether the run ends after the next commit, on request.
+        removals: of replicas that were taken out, since training was started from a checkpoint.
         joins: replicas that have ever joined.
         first_epoch: the epoch that the replicas begin to train in.
         lineage: how often training was started again from a checkpoint, after all replicas were
@@ -146,6 +177,7 @@ class HubState:
     disagreements: int = 0
     drifted: str = ""
     is_stopping: bool = False
+    removals: tuple[Removals, ...] = ()
     joins: int = 0
     first_epoch: int = 1
     lineage: int = 0
@@ -204,10 +236,14 @@ class HubState:
             return ()
         return tuple(m for m in self.roster if m.applied != self.round and m.is_connected)
 
+    def is_barred(self, member: Member) -> bool:
+        """Whether a replica has to wait before it copies the state. Not where it is needed."""
+        return member.admitted_from > self.round and len(self.expected) >= self.minimum
+
     @property
     def copying(self) -> tuple[Member, ...]:
         """Replicas that copy the state, and that the meeting waits for, too."""
-        return tuple(each for each in self.joiners if not self.is_late(each))
+        return tuple(m for m in self.joiners if not (self.is_late(m) or self.is_barred(m)))
 
     def is_late(self, member: Member) -> bool:
         """Whether a replica copies the state for too long: this meeting does not wait for it."""
@@ -235,14 +271,25 @@ class HubState:
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
             is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",
-            reached=reached, is_over=False,
+            reached=reached, is_over=False, removals=(),
         )  # fmt: skip
 
     def after_leave(self, name: str, reason: str) -> HubState:
         """The state after a replica has left. Training is over when the leader has left because no
         sample is left: the others do so while it still saves."""
         is_over = reason == LeaveReason.FINISHED and name == self.announced
-        return replace(self.without(name), is_finished=self.is_finished or is_over)
+        removals = self.removals
+        if reason in REMOVED:
+            earlier = next((each for each in removals if each.name == name), None)
+            others = tuple(each for each in removals if each.name != name)
+            removals = (*others, Removals.after(earlier, name, self.round))
+        return replace(
+            self.without(name), is_finished=self.is_finished or is_over, removals=removals
+        )
+
+    def admitted_from(self, name: str) -> int:
+        """The round from which a replica that joins may copy the state."""
+        return next((each.admitted_from for each in self.removals if each.name == name), 0)
 
     def in_epoch(self, epoch: int, handles: Mapping[str, tuple[str, ...]], leader: str) -> HubState:
         """The state after an epoch has been opened, with the handles of its members."""
@@ -319,8 +366,9 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             holds_state = has.get("holds_state", state.phase is Phase.OPENING)
             applied = state.round if holds_state else NO_STATE
             member = Member(
-                has["name"], has["incarnation"], (), applied, state.joins, is_connected=False
-            )
+                has["name"], has["incarnation"], (), applied, state.joins, is_connected=False,
+                admitted_from=state.admitted_from(has["name"]),
+            )  # fmt: skip
             state = replace(
                 state, joins=state.joins + 1, layout=has["layout"], nominal=has["nominal"]
             )

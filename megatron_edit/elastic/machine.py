@@ -53,8 +53,13 @@ from megatron_edit.elastic.messages import (
     Hello,
     Leave,
     Ready,
-    Refused,
     Welcome,
+)
+from megatron_edit.elastic.refusals import (
+    ENDED_RUN_OF_OTHERS,
+    name_in_use,
+    refusal_of,
+    state_refusal_of,
 )
 from megatron_edit.elastic.results import Comparison, compare
 
@@ -64,19 +69,6 @@ FENCED_BECAUSE = {
     LeaveReason.LOST: "the hub has not heard of this replica for too long",
     LeaveReason.EVICTED: "it made no progress, or the others could not exchange with it",
 }
-
-ENDED_RUN_OF_OTHERS = Refused(
-    "--edit-hub", "its --state-dir is that of another run, which has ended",
-    "start the hub with an empty --state-dir",
-)  # fmt: skip
-
-
-def name_in_use(name: str) -> Refused:
-    """The answer to a replica whose name another one has."""
-    return Refused(
-        f"replica {name}", "another replica of this name takes part",
-        "give each replica a name of its own",
-    )  # fmt: skip
 
 
 def step(state: HubState, name: str, given: Input) -> tuple[HubState, tuple[Output, ...]]:
@@ -156,7 +148,7 @@ class _Step:
         if state.phase is Phase.ENDED or (state.is_finished and hello.is_fresh):
             is_own = (hello.layout, hello.nominal) == (state.layout, state.nominal)
             self._send(hello.name, End(*state.end) if is_own else ENDED_RUN_OF_OTHERS)
-        elif (refusal := self._refusal(hello)) is not None:
+        elif (refusal := refusal_of(state, hello)) is not None:
             self._send(hello.name, refusal)
         elif known is not None and known.incarnation == hello.incarnation:
             self._reconnect(known, hello)
@@ -169,62 +161,11 @@ class _Step:
                 self._remove(known, LeaveReason.LOST, is_replaced=True)
             if self.state.phase is Phase.ENDED:
                 self._send(hello.name, End(*self.state.end))
-            elif (refusal := self._state_refusal(hello)) is not None:
+            elif (refusal := state_refusal_of(self.state, hello)) is not None:
                 self._send(hello.name, refusal)
             else:
                 self._join(hello)
                 self._gather()
-
-    def _refusal(self, hello: Hello) -> Refused | None:
-        state = self.state
-        # What a replica has said that was there before the run began, and is gone, does not count.
-        is_bound = bool(state.epoch or state.roster)
-        if is_bound and hello.nominal != state.nominal:
-            return Refused(
-                f"--edit-nominal-replicas {hello.nominal}", f"the run has {state.nominal}",
-                "give all replicas the same number",
-            )  # fmt: skip
-        if hello.minimum != state.minimum:
-            return Refused(
-                f"--edit-min-replicas {hello.minimum}", f"the hub has {state.minimum}",
-                "give hub and replicas the same number",
-            )  # fmt: skip
-        if is_bound and hello.layout != state.layout:
-            return Refused(
-                f"replica {hello.name}", "its model or settings differ from the other replicas'",
-                "give all replicas the same flags",
-            )  # fmt: skip
-        return self._state_refusal(hello)
-
-    def _state_refusal(self, hello: Hello) -> Refused | None:
-        """Whether what the replica holds contradicts the journal, or the other replicas."""
-        state, replica = self.state, f"replica {hello.name}"
-        is_founder = hello.is_fresh and state.phase is Phase.OPENING
-        if is_founder and (not state.roster or state.epoch):  # of several states the newest counts
-            return None if state.is_known(hello.applied, hello.digest) else Refused(
-                f"{replica}, which begins after {hello.applied} commits",
-                "the hub's journal has no commit with its anchor and momentum",
-                "load a checkpoint of this run, or start the hub with an empty --state-dir",
-            )  # fmt: skip
-        if is_founder and hello.applied != state.round:
-            return Refused(
-                f"{replica}, which begins after {hello.applied} commits",
-                f"others begin after {state.round}", "start all replicas from the same checkpoint",
-            )  # fmt: skip
-        is_known = hello.is_fresh and state.is_known(hello.applied, hello.digest)
-        if hello.applied > state.round and not is_known:  # a fresh one copies the state anyway
-            return Refused(
-                f"{replica}, which has {hello.applied} commits",
-                f"the hub's journal has {state.round}",
-                "start the hub with the --state-dir of this run",
-            )  # fmt: skip
-        is_equal_needed = not hello.is_fresh or is_founder
-        if is_equal_needed and hello.applied == state.round and hello.digest != state.digest:
-            return Refused(
-                replica, "its anchor and momentum are not those of the hub's journal",
-                "start the hub with the --state-dir of this run",
-            )  # fmt: skip
-        return None
 
     def _join(self, hello: Hello) -> None:
         begin = (hello.applied, hello.digest)
@@ -235,16 +176,18 @@ class _Step:
         state = self.state
         is_founder = is_opening and begin == (state.round, state.digest)
         applied = state.round if is_founder else NO_STATE
+        admitted_from = state.admitted_from(hello.name)
         self._record(
             "join", name=hello.name, incarnation=hello.incarnation, layout=hello.layout,
             nominal=hello.nominal, holds_state=is_founder,
+            **({"admitted_from": admitted_from} if admitted_from > state.round else {}),
         )  # fmt: skip
         self.state = replace(
             self.state, joins=state.joins + 1, layout=hello.layout, nominal=hello.nominal
         )
         self._set(Member(
             hello.name, hello.incarnation, hello.handles, applied, state.joins,
-            needs_all=hello.needs_all,
+            needs_all=hello.needs_all, admitted_from=admitted_from,
         ))  # fmt: skip
         self._send(hello.name, Welcome(state.term, state.round, is_joiner=not is_founder))
         if is_opening:
@@ -306,11 +249,17 @@ class _Step:
         for each in self.state.joiners:
             self._heal(each.name)
 
+    def _admit_all(self) -> None:
+        """Let those that were to wait, as they were taken out repeatedly, join now."""
+        for each in self.state.joiners:
+            if each.admitted_from > self.state.round:
+                self._heal(each.name)
+
     def _heal(self, name: str) -> None:
         """Name the replicas to copy from. Before the first commit there is nothing to copy; who
         comes after the last one waits until the others have ended."""
-        state = self.state
-        if state.is_frozen or state.is_over:
+        state, joiner = self.state, self.state.member(name)
+        if state.is_frozen or state.is_over or joiner is None or state.is_barred(joiner):
             return
         donors = tuple(
             handle for each in state.expected if each.is_connected for handle in each.handles
@@ -366,6 +315,8 @@ class _Step:
         if not is_replaced:  # else the other one has still to join
             if self.state.phase is Phase.OPENING:
                 self._open_if_complete()
+            if len(self.state.expected) < self.state.minimum:
+                self._admit_all()
             self._gather()
 
     def _vacate(self) -> None:

@@ -31,7 +31,7 @@ from megatron_edit.elastic.hub_state import HubState, Member, Phase, replay
 from megatron_edit.elastic.inputs import Disconnected, Input, Late, Output, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.liveness import REPLACED_SECONDS, Liveness
-from megatron_edit.elastic.machine import name_in_use, step
+from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     Abandon,
     AliveMessage,
@@ -47,6 +47,7 @@ from megatron_edit.elastic.messages import (
     decode,
     encode,
 )
+from megatron_edit.elastic.refusals import name_in_use
 from megatron_edit.elastic.store import StoreTable
 
 HANDSHAKE_SECONDS = 5.0

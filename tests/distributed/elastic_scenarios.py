@@ -190,7 +190,7 @@ class ScriptedAgent:
         number, exchange = self._exchanges[self._place]
         if (found := self._told("ready", exchange.members)) is None:
             return False
-        assert all(each == found[0] for each in found), found
+        assert all(each == found[0] and not each.corrupt for each in found), found
         if self._name in exchange.lost:
             self._orders.append(Fenced("lost before the commit"))
         elif exchange.lost:

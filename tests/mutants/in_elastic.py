@@ -80,6 +80,31 @@ ELASTIC = (
         test="pure/test_megatron_host.py::test_schedule_advances_by_the_replicas_that_are_there",
     ),
     Mutant(
+        id="elastic/corrupt-average-of-one-rank",
+        bug="only rank 0 of a replica checks its averages",
+        file="engine/rounds/elastic.py",
+        old="(name for name, ranks in zip(names, corrupt, strict=True) if ranks.any())",
+        new="(name for name, ranks in zip(names, corrupt, strict=True) if ranks[0])",
+        test=f"{_RUNS}::test_average_that_is_corrupt_on_all_replicas_is_not_applied",
+    ),
+    Mutant(
+        id="elastic/rejected-addend-counts",
+        bug="the check of averages counts what a rejected replica does not send",
+        file="engine/sync/syncs.py",
+        old="self._projections(unit.is_excluded for unit in self._inflight)",
+        new="self._projections(False for unit in self._inflight)",
+        test="distributed/test_elastic_rounds.py::"
+        "test_replicas_that_leave_join_and_return_equal_the_oracle",
+    ),
+    Mutant(
+        id="elastic/needed-replica-waits",
+        bug="a run below its minimum waits for a replica that waits for the next commit",
+        file="elastic/hub_state.py",
+        old="return member.admitted_from > self.round and len(self.expected) >= self.minimum",
+        new="return member.admitted_from > self.round",
+        test="pure/test_hub_machine.py::test_who_is_needed_does_not_wait",
+    ),
+    Mutant(
         id="elastic/fresh-moments",
         bug="a replica that joins does not take the moments that it has copied",
         file="engine/rounds/elastic.py",

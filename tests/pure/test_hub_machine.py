@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.elastic.hub_state import LeaveReason, Phase, Standing
+from megatron_edit.elastic.hub_state import RELAPSE_ROUNDS, LeaveReason, Phase, Standing
 from megatron_edit.elastic.inputs import (
     Disconnected,
     EpochOverdue,
@@ -17,7 +17,6 @@ from megatron_edit.elastic.inputs import (
     Stop,
 )
 from megatron_edit.elastic.machine import (
-    ENDED_RUN_OF_OTHERS,
     FENCED_BECAUSE,
     MAX_DISAGREEMENTS,
     MAX_RETRIES,
@@ -37,6 +36,7 @@ from megatron_edit.elastic.messages import (
     Refused,
     Welcome,
 )
+from megatron_edit.elastic.refusals import ENDED_RUN_OF_OTHERS
 from tests.harness.hub import HubDecisions
 
 
@@ -320,6 +320,94 @@ def test_only_who_differs_twice_in_a_row_goes() -> None:
     reason = "the replicas' results differ in unit layer.1"
     assert run.sent["b"] == [Abandon(4, reason), End(reason, 3)]
     assert run.journal[-1].fields == {"name": "b", "reason": "drifted", "units": ["layer.1"]}
+
+
+def come_back(run: HubDecisions, name: str, nominal: int) -> list[Any]:
+    """A replica that was taken out is started again; what it is told."""
+    run.take(name, run.hello(name, nominal, f"start {run.state.joins}"))
+    return run.sent[name]
+
+
+def take_out(run: HubDecisions, name: str) -> None:
+    run.take(name, Lost(LeaveReason.EVICTED))
+    run.take(name, Disconnected())
+
+
+def rejoin(run: HubDecisions, name: str) -> None:
+    run.take(name, Healed(run.state.round, run.state.digest))
+    run.arrive(name)
+
+
+def commit(run: HubDecisions) -> None:
+    """All that the hub waits for exchange the next round."""
+    names = [each.name for each in run.state.expected]
+    run.arrive(*names)
+    if run.state.phase is Phase.FORM:
+        for name in names:
+            run.take(name, Formed(run.state.epoch))
+    for name in names:
+        run.ready(name)
+
+
+def test_who_is_taken_out_repeatedly_waits_longer_each_time() -> None:
+    """Also where the hub is started again; and the others do not wait for it."""
+    run = HubDecisions("a", "b", "c", rounds=1)
+    for wait in (0, 1, 2, 4):
+        take_out(run, "c")
+        told = come_back(run, "c", 3)
+        assert isinstance(told[0], Welcome) and len(told) == (2 if wait == 0 else 1)
+        said = run.journal[-1].fields.get("admitted_from")
+        assert said == (run.state.round + wait if wait else None)
+        for number in range(wait):
+            assert run.state.copying == ()
+            commit(run)
+            is_admitted = any(isinstance(each, Heal) for each in run.sent.get("c", []))
+            assert is_admitted == (number == wait - 1)
+        rejoin(run, "c")
+        commit(run)
+        assert run.state.members == ("a", "b", "c")
+    take_out(run, "c")
+    come_back(run, "c", 3)
+    before = run.state.member("c")
+    run.restart()
+    after = run.state.member("c")
+    assert before is not None and after is not None
+    assert after.admitted_from == before.admitted_from == run.state.round + 8
+
+
+def test_who_was_taken_out_long_ago_does_not_wait() -> None:
+    run = HubDecisions("a", "b", "c", rounds=1)
+    for _ in range(2):
+        take_out(run, "c")
+        assert isinstance(come_back(run, "c", 3)[-1], Heal)
+        rejoin(run, "c")
+        for _ in range(RELAPSE_ROUNDS):
+            commit(run)
+
+
+def test_lost_replica_does_not_wait() -> None:
+    run = HubDecisions("a", "b", "c", rounds=1)
+    for _ in range(3):
+        run.take("c", Lost())
+        assert isinstance(come_back(run, "c", 3)[-1], Heal)
+        rejoin(run, "c")
+        commit(run)
+
+
+def test_who_is_needed_does_not_wait() -> None:
+    """Would catch: a run below its minimum that waits for a commit that needs the waiting one."""
+    run = HubDecisions("a", "b", "c", rounds=1)
+    run.state = replace(run.state, minimum=2)
+    for _ in range(2):
+        take_out(run, "c")
+        run.take("c", replace(run.hello("c", 3, f"start {run.state.joins}"), minimum=2))
+        if run.state.removals[0].count < 2:
+            rejoin(run, "c")
+            commit(run)
+    assert run.state.copying == () and len(run.sent["c"]) == 1
+    run.take("b", Lost())
+    assert isinstance(run.sent["c"][-1], Heal)
+    assert [each.name for each in run.state.copying] == ["c"]
 
 
 def test_who_does_not_form_the_groups_goes() -> None:
