@@ -25,7 +25,7 @@ _FP32_ROUNDING = 2.0**-24
 _FLOAT64_ROUNDING = 1e-12  # of a projection, relative; above that of 65536 elements
 _SMALLEST_NORMAL = 2.0**-126  # devices may set smaller fp32 numbers to 0
 # Rounding of a value by the encoding on the wire, relative: of each addend, then of the sum.
-_WIRE_ROUNDING = {FP32: 0.0, BF16: 2.0**-9}
+_WIRE_ROUNDING = {FP32: 0.0, BF16: 2.0**-8}
 
 
 def num_parts(numel: int) -> int:

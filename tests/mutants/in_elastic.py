@@ -88,13 +88,12 @@ ELASTIC = (
         test=f"{_RUNS}::test_average_that_is_corrupt_on_all_replicas_is_not_applied",
     ),
     Mutant(
-        id="elastic/rejected-addend-counts",
-        bug="the check of averages counts what a rejected replica does not send",
-        file="engine/sync/syncs.py",
-        old="self._projections(unit.is_excluded for unit in self._inflight)",
-        new="self._projections(False for unit in self._inflight)",
-        test="distributed/test_elastic_rounds.py::"
-        "test_replicas_that_leave_join_and_return_equal_the_oracle",
+        id="elastic/rounding-is-corruption",
+        bug="rounding of the sum is taken for a flipped bit",
+        file="method/projection.py",
+        old="encoded**2 * (1.0 + _FP32_ROUNDING) ** size - 1.0 + _FLOAT64_ROUNDING",
+        new="encoded**2 - 1.0 + _FLOAT64_ROUNDING",
+        test="pure/test_projection.py::test_rounding_is_no_difference",
     ),
     Mutant(
         id="elastic/needed-replica-waits",

@@ -354,14 +354,14 @@ def test_who_is_taken_out_repeatedly_waits_longer_each_time() -> None:
     run = HubDecisions("a", "b", "c", rounds=1)
     for wait in (0, 1, 2, 4):
         take_out(run, "c")
-        told = come_back(run, "c", 3)
+        told: list[Any] = come_back(run, "c", 3)
         assert isinstance(told[0], Welcome) and len(told) == (2 if wait == 0 else 1)
         said = run.journal[-1].fields.get("admitted_from")
         assert said == (run.state.round + wait if wait else None)
         for number in range(wait):
             assert run.state.copying == ()
             commit(run)
-            is_admitted = any(isinstance(each, Heal) for each in run.sent.get("c", []))
+            is_admitted = any(isinstance(order, Heal) for order in run.sent.get("c", []))
             assert is_admitted == (number == wait - 1)
         rejoin(run, "c")
         commit(run)
@@ -407,7 +407,7 @@ def test_who_is_needed_does_not_wait() -> None:
     assert run.state.copying == () and len(run.sent["c"]) == 1
     run.take("b", Lost())
     assert isinstance(run.sent["c"][-1], Heal)
-    assert [each.name for each in run.state.copying] == ["c"]
+    assert [member.name for member in run.state.copying] == ["c"]
 
 
 def test_who_does_not_form_the_groups_goes() -> None:

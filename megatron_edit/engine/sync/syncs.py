@@ -13,7 +13,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -526,10 +526,10 @@ class CheckedSync(DelayedSync):
         """Projections of this replica's addends, before they are exchanged.
 
         Returns:
-            float64 [parts, 2] on the CPU, of all units of the stage; zeros where there is no
-            addend, as this replica, or all, were rejected.
+            float64 [parts, 2] on the CPU, of all units of the stage; zeros where this replica was
+            rejected, or the unit is rolled back.
         """
-        return torch.cat(self._projections(unit.is_excluded for unit in self._inflight))
+        return torch.cat(self._projections())
 
     def corrupt_averages(self, addends: Tensor) -> list[bool]:
         """By unit, whether this rank's average differs from the sum of the replicas' addends by
@@ -538,21 +538,20 @@ class CheckedSync(DelayedSync):
         Args:
             addends: `addend_projections` of all replicas, float64 [N, parts, 2].
         """
-        averages = self._projections(unit.average is None for unit in self._inflight)
+        averages = self._projections()
         of_units = addends.split([len(each) for each in averages], dim=1)
         found, wire = [False] * len(self.units.names), self._context.wire.name
         for unit, sent, average in zip(self._inflight, of_units, averages, strict=True):
-            if unit.average is not None:
-                found[unit.shard.index] = sum_differs(sent, average, wire)
+            found[unit.shard.index] = sum_differs(sent, average, wire)
         return found
 
-    def _projections(self, are_left_out: Iterable[bool]) -> list[Tensor]:
-        """By unit, on the CPU; zeros for those that are left out."""
+    def _projections(self) -> list[Tensor]:
+        """Of what the buffers of all units hold, on the CPU."""
         found = [
             torch.zeros(num_parts(unit.shard.numel), 2, dtype=torch.float64)
-            if unit.average is None or is_left_out
+            if unit.average is None
             else projection(unit.average)
-            for unit, is_left_out in zip(self._inflight, are_left_out, strict=True)
+            for unit in self._inflight
         ]
         return [each.cpu() for each in found]  # only now: a GPU has all of them to compute
 
