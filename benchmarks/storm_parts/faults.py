@@ -247,7 +247,12 @@ def _flip(watch: Watch, fault: Fault, done: Done) -> None:
         return
 
     def is_repeated() -> bool:
-        return bool(watch.events_after("epoch", done.began))
+        commits = watch.events_after("commit", done.began)
+        epochs = watch.events_after("epoch", done.began)
+        if commits and not (epochs and epochs[0]["seq"] < commits[0]["seq"]):
+            watch.problem("journal", f"a round was committed with a flipped bit of {victim}")
+            return True
+        return bool(epochs)
 
     watch.wait(is_repeated, HIT_SECONDS, "an exchange with a flipped bit is not repeated")
     done.ended = time.time()

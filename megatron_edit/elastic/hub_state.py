@@ -15,6 +15,7 @@ NO_STATE = -1
 KEY_DIGITS = 32  # hexadecimal
 RELAPSE_ROUNDS = 16  # within which a removal after a return counts as one more in a row
 LONGEST_BAR = 64  # rounds
+MIN_HOLDERS = 2  # of the state: with fewer, one loss would void all commits since a checkpoint
 
 
 class LeaveReason(StrEnum):
@@ -27,7 +28,8 @@ class LeaveReason(StrEnum):
     DRIFTED = "drifted"
 
 
-REMOVED = (LeaveReason.EVICTED, LeaveReason.DRIFTED)  # because of what the replica itself did
+# By the hub, whoever is to blame: one that takes part again and again costs the others time.
+REMOVED = (LeaveReason.EVICTED, LeaveReason.DRIFTED)
 
 
 class Standing(StrEnum):
@@ -141,7 +143,7 @@ class HubState:
         is_suspicious: whether an exchange has failed, and not begun again: who is not connected
             is taken for lost at once.
         retries: exchanges of this round that have failed with all members alive.
-        disagreements: attempts at this round in which the members' results differed.
+        disagreements: attempts at this round whose results were not good.
         drifted: the replica whose result differed from the others' in the last attempt.
         is_stopping: whether the run ends after the next commit, on request.
         removals: of replicas that were taken out, since training was started from a checkpoint.
@@ -236,9 +238,14 @@ class HubState:
             return ()
         return tuple(m for m in self.roster if m.applied != self.round and m.is_connected)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether replicas are needed, whatever they have done before."""
+        return len(self.expected) < max(self.minimum, MIN_HOLDERS)
+
     def is_barred(self, member: Member) -> bool:
         """Whether a replica has to wait before it copies the state. Not where it is needed."""
-        return member.admitted_from > self.round and len(self.expected) >= self.minimum
+        return member.admitted_from > self.round and not self.is_short
 
     @property
     def copying(self) -> tuple[Member, ...]:

@@ -64,7 +64,7 @@ from megatron_edit.elastic.refusals import (
 from megatron_edit.elastic.results import Comparison, compare
 
 MAX_RETRIES = 2  # of an exchange that fails although all replicas are alive
-MAX_DISAGREEMENTS = 8  # attempts at one round whose results were not good
+MAX_ATTEMPTS = 8  # at one round, whose results are not good
 FENCED_BECAUSE = {
     LeaveReason.LOST: "the hub has not heard of this replica for too long",
     LeaveReason.EVICTED: "it made no progress, or the others could not exchange with it",
@@ -177,10 +177,11 @@ class _Step:
         is_founder = is_opening and begin == (state.round, state.digest)
         applied = state.round if is_founder else NO_STATE
         admitted_from = state.admitted_from(hello.name)
+        waits_for = 0 if is_founder or admitted_from <= state.round else admitted_from
         self._record(
             "join", name=hello.name, incarnation=hello.incarnation, layout=hello.layout,
             nominal=hello.nominal, holds_state=is_founder,
-            **({"admitted_from": admitted_from} if admitted_from > state.round else {}),
+            **({"admitted_from": waits_for} if waits_for else {}),
         )  # fmt: skip
         self.state = replace(
             self.state, joins=state.joins + 1, layout=hello.layout, nominal=hello.nominal
@@ -189,11 +190,13 @@ class _Step:
             hello.name, hello.incarnation, hello.handles, applied, state.joins,
             needs_all=hello.needs_all, admitted_from=admitted_from,
         ))  # fmt: skip
-        self._send(hello.name, Welcome(state.term, state.round, is_joiner=not is_founder))
+        is_joiner = not is_founder
+        self._send(hello.name, Welcome(state.term, state.round, is_joiner, waits_for))
         if is_opening:
             self._open_if_complete()
         else:
             self._heal(hello.name)
+            self._admit_needed()
 
     def _begin_again(self, count: int, digest: str) -> None:
         """Let training start again from a checkpoint; who waits with an older one copies it."""
@@ -249,9 +252,9 @@ class _Step:
         for each in self.state.joiners:
             self._heal(each.name)
 
-    def _admit_all(self) -> None:
-        """Let those that were to wait, as they were taken out repeatedly, join now."""
-        for each in self.state.joiners:
+    def _admit_needed(self) -> None:
+        """Where too few are left, let those join that were to wait as they were taken out."""
+        for each in self.state.joiners if self.state.is_short else ():
             if each.admitted_from > self.state.round:
                 self._heal(each.name)
 
@@ -315,8 +318,7 @@ class _Step:
         if not is_replaced:  # else the other one has still to join
             if self.state.phase is Phase.OPENING:
                 self._open_if_complete()
-            if len(self.state.expected) < self.state.minimum:
-                self._admit_all()
+            self._admit_needed()
             self._gather()
 
     def _vacate(self) -> None:
@@ -462,7 +464,7 @@ class _Step:
         if len(results) < len(members):
             return
         found = compare(results)
-        if found.reason:
+        if not found.is_good:
             self._disagree(found)
             return
         result = results[members[0].name]
@@ -483,19 +485,17 @@ class _Step:
         """Nothing is applied, and the round is exchanged again. One that differs twice in a row
         goes; without a majority, or where this happens again and again, all end."""
         self.state = state = replace(self.state, disagreements=self.state.disagreements + 1)
-        is_split = len(found.differing) > 1 or (found.differing and found.num_agreeing < 2)
-        if is_split or state.disagreements > MAX_DISAGREEMENTS:
+        if found.is_split or state.disagreements == MAX_ATTEMPTS:
             self._end(found.reason, 3)
             return
         self._abandon(found.reason)
-        drifted = found.differing[0] if found.differing else ""
-        if drifted and drifted == state.drifted:
-            member = self.state.member(drifted)
+        if found.differing and found.differing == state.drifted:
+            member = self.state.member(found.differing)
             assert member is not None, "a result of a replica that is not in the roster"
-            self._send(drifted, End(found.reason, 3))
+            self._send(member.name, End(f"its results differ from the others' {found.where}", 3))
             self._remove(member, LeaveReason.DRIFTED, units=list(found.units))
         else:
-            self.state = replace(self.state, drifted=drifted)
+            self.state = replace(self.state, drifted=found.differing)
 
     def _end(self, reason: str, exit_code: int) -> None:
         """End the run, without a save."""

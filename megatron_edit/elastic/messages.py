@@ -180,11 +180,13 @@ class Welcome:
         term: how often the hub has been started.
         round: commits so far.
         is_joiner: whether the replica must copy the state from another first.
+        admitted_from: the round that it waits for before that, as it was taken out repeatedly.
     """
 
     term: int
     round: int
     is_joiner: bool = False
+    admitted_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)

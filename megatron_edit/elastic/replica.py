@@ -61,6 +61,7 @@ class ReplicaState:
         ready: the result that waits for the decision.
         handles: addresses of the ranks.
         leave: why the ranks end; empty while they do not.
+        admitted_from: the round that it waits for before it copies the state; 0: none.
         has_begun: whether the ranks train, or have trained, in this run. The first groups are
             formed before that; a failure then ends the run.
     """
@@ -73,6 +74,7 @@ class ReplicaState:
     ready: Ready | None = None
     handles: tuple[str, ...] = ()
     leave: str = ""
+    admitted_from: int = 0
     has_begun: bool = False
 
     @classmethod
@@ -203,9 +205,10 @@ def receive(state: ReplicaState, message: FromHub) -> Outcome:
         return Outcome(state)
     match message:
         case Welcome(is_joiner=True) if not state.has_begun:
-            return Outcome(
-                replace(state, task=Task.COPY, applied=NO_STATE, digest="", has_begun=True)
-            )
+            return Outcome(replace(
+                state, task=Task.COPY, applied=NO_STATE, digest="", has_begun=True,
+                admitted_from=message.admitted_from,
+            ))  # fmt: skip
         case FormEpoch(_, epoch) if epoch > state.epoch:
             aside = (Abandon(state.epoch),) if state.task in BUSY else ()
             forming = replace(state, task=Task.FORM, epoch=epoch, ready=None)

@@ -16,32 +16,47 @@ class Comparison:
     """What the results of all members have come to.
 
     Attributes:
-        differing: members whose result is not the most frequent one.
-        num_agreeing: members that have the most frequent one.
+        is_good: whether the round can be committed.
+        is_split: whether it is open which results are right.
+        differing: the member that differs from all others; empty where none is to blame.
         units: names of the units that differ, or whose average is corrupt.
-        reason: why the round cannot be committed, for people; empty where it can.
+        where: the same, for people; the plan, where that differs.
     """
 
-    differing: tuple[str, ...]
-    num_agreeing: int
-    units: tuple[str, ...]
-    reason: str
+    is_good: bool
+    is_split: bool = False
+    differing: str = ""
+    units: tuple[str, ...] = ()
+    where: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why the round cannot be committed, for people."""
+        if self.differing or self.is_split:
+            return f"the replicas' results differ {self.where}"
+        return f"the average is not that of the replicas' updates {self.where}"
 
 
 def compare(results: Mapping[str, Ready]) -> Comparison:
-    """Compare the results of all members of an epoch, by name."""
+    """Compare the results of all members of an epoch, by name.
+
+    Where averages are corrupt, the results may differ because of that, and the most frequent one
+    may be wrong. So nobody is to blame then, unless only the one that differs has such averages.
+    """
     keys = {name: (result.plan, result.digests) for name, result in results.items()}
     [(best, num_agreeing)] = Counter(keys.values()).most_common(1)
-    differing = tuple(name for name, key in keys.items() if key != best)
-    if differing:
-        good = next(name for name, key in keys.items() if key == best)
-        units = _differing_units([results[name] for name in (good, *differing)])
-        where = f"in {_named(units)}" if units else "in the plan of the round"
-        return Comparison(differing, num_agreeing, units, f"the replicas' results differ {where}")
-    corrupt = {name: None for result in results.values() for name in result.corrupt}  # in order
-    units = tuple(corrupt)
-    reason = f"the average is not that of the replicas' updates in {_named(units)}"
-    return Comparison((), num_agreeing, units, reason if units else "")
+    differing = [name for name, key in keys.items() if key != best]
+    corrupt = [name for name, result in results.items() if result.corrupt]
+    is_one_alone = len(differing) == 1 and num_agreeing > 1
+    if corrupt and not (is_one_alone and corrupt == differing):
+        units = tuple({unit: None for name in corrupt for unit in results[name].corrupt})
+        return Comparison(False, units=units, where=f"in {_named(units)}")
+    if not differing:
+        return Comparison(True)
+    good = next(name for name, key in keys.items() if key == best)
+    units = _differing_units([results[name] for name in (good, *differing)])
+    where = f"in {_named(units)}" if units else "in the plan of the round"
+    return Comparison(False, not is_one_alone, differing[0] if is_one_alone else "", units, where)
 
 
 def _differing_units(results: Sequence[Ready]) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ from megatron_edit.errors import (
 IDLE_SECONDS = 0.01  # longest wait of rank 0 for an order, before the ranks compare notes again
 COPY_PAUSES = 20  # of `IDLE_SECONDS`, before a copy is tried again
 CLOSE_SECONDS = 10.0
+RELEASE_SECONDS = 0.1
 
 
 class Status(IntEnum):
@@ -239,8 +240,10 @@ class Membership:
         Raises:
             EditError: the hub does not let it take part.
         """
+        has_said = False
         while True:
             _, order = self._share(Status.IDLE)
+            has_said = has_said or self._say_wait()
             if isinstance(order, FormEpoch):
                 is_formed, order = self._form(order)
                 if is_formed:
@@ -296,7 +299,7 @@ class Membership:
                 status = self._advance(current, began)
             statuses, order = self._share(status)
             if isinstance(order, FormEpoch):
-                self._put_aside(current)
+                self._put_aside(current, status)
                 current, status = None, Status.IDLE
                 _, order = self._form(order)
                 if order is None:
@@ -311,7 +314,7 @@ class Membership:
             elif isinstance(order, Abandon):
                 if order.reason and self.agent is not None:
                     self.on_message(f"the round is exchanged again: {order.reason}")
-                self._put_aside(current)
+                self._put_aside(current, status)
                 current, status = None, Status.IDLE
                 self._arrive()
             elif isinstance(order, Heal):
@@ -320,7 +323,7 @@ class Membership:
             elif order is not None:
                 raise self._end_of(order)
             elif Status.FAILED in statuses:
-                self._put_aside(current)
+                self._put_aside(current, status)
                 current, status = None, Status.IDLE
                 self._report(ExchangeFailed(self.epoch))
             elif all(each == Status.DONE for each in statuses):
@@ -345,8 +348,18 @@ class Membership:
 
     # ---- parts of the above
 
+    def _say_wait(self) -> bool:
+        """Say, where it is so, that this replica has to wait; return whether it was said."""
+        if self.agent is None or not (count := self.agent.state.admitted_from):
+            return False
+        self.on_message(f"was taken out repeatedly, and waits for round {count} before it joins")
+        return True
+
     def _end_of(self, order: Order) -> EditError | SystemExit:
         """The error with which the replica ends; the reason of a regular end is shown."""
+        # A thread of gloo still releases the tensor of this order. If the interpreter ended before,
+        # it would abort the process.
+        time.sleep(RELEASE_SECONDS)
         if isinstance(order, End) and not order.exit_code and self.agent is not None:
             self.on_message(f"the hub has ended the run: {order.reason}")
         return _error_of(order)
@@ -396,11 +409,12 @@ class Membership:
     def _arrive(self) -> None:
         self._report(RoundDue(self.handles()))
 
-    def _put_aside(self, attempt: Attempt | None) -> None:
+    def _put_aside(self, attempt: Attempt | None, status: Status) -> None:
         """Keep the buffers of an exchange until another one is complete: some may be in use."""
         if attempt is not None:
             attempt.abandon()
-            self._aside.append(attempt)
+            if status is not Status.IDLE:  # else it is complete
+                self._aside.append(attempt)
             self.transports.renew()
 
     def _form(self, order: FormEpoch) -> tuple[bool, Order | None]:

@@ -3,7 +3,7 @@
 The projection of x is p . x for a fixed vector p of positive numbers. It is linear, so that the
 projection of a sum is the sum of the projections of its addends, up to the rounding of the sum.
 Each 65536 elements have one of their own: among so few, fp32 rounding hides a changed element only
-if the change is less than about N / 100 of the mean element, for N addends.
+if the change is less than about N^2 / 100 of the mean element of an addend, for N addends.
 """
 
 from __future__ import annotations

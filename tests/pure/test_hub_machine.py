@@ -18,7 +18,7 @@ from megatron_edit.elastic.inputs import (
 )
 from megatron_edit.elastic.machine import (
     FENCED_BECAUSE,
-    MAX_DISAGREEMENTS,
+    MAX_ATTEMPTS,
     MAX_RETRIES,
 )
 from megatron_edit.elastic.messages import (
@@ -298,7 +298,7 @@ def test_round_with_a_corrupt_average_is_exchanged_again() -> None:
 def test_averages_that_are_corrupt_again_and_again_end_the_run() -> None:
     run = HubDecisions("a", rounds=1)
     run.arrive("a")
-    for _ in range(MAX_DISAGREEMENTS):
+    for _ in range(MAX_ATTEMPTS - 1):
         run.ready("a", corrupt=("layer.1",))
         assert run.state.phase is Phase.GATHER
         again(run, "a")
@@ -318,7 +318,8 @@ def test_only_who_differs_twice_in_a_row_goes() -> None:
         if run.state.member("b") is not None:
             again(run, "a", "b", "c")
     reason = "the replicas' results differ in unit layer.1"
-    assert run.sent["b"] == [Abandon(4, reason), End(reason, 3)]
+    alone = "its results differ from the others' in unit layer.1"
+    assert run.sent["b"] == [Abandon(4, reason), End(alone, 3)]
     assert run.journal[-1].fields == {"name": "b", "reason": "drifted", "units": ["layer.1"]}
 
 
@@ -358,6 +359,7 @@ def test_who_is_taken_out_repeatedly_waits_longer_each_time() -> None:
         assert isinstance(told[0], Welcome) and len(told) == (2 if wait == 0 else 1)
         said = run.journal[-1].fields.get("admitted_from")
         assert said == (run.state.round + wait if wait else None)
+        assert told[0].admitted_from == (said or 0)
         for number in range(wait):
             assert run.state.copying == ()
             commit(run)
@@ -394,19 +396,28 @@ def test_lost_replica_does_not_wait() -> None:
         commit(run)
 
 
-def test_who_is_needed_does_not_wait() -> None:
-    """Would catch: a run below its minimum that waits for a commit that needs the waiting one."""
+@pytest.mark.parametrize("how", ["lost", "replaced", "last but one"])
+def test_who_is_needed_does_not_wait(how: str) -> None:
+    """Would catch: a run below its minimum that waits for a commit that needs the waiting one; a
+    state that is lost with its only holder, while another one waits."""
+    minimum = 1 if how == "last but one" else 2
     run = HubDecisions("a", "b", "c", rounds=1)
-    run.state = replace(run.state, minimum=2)
+    run.state = replace(run.state, minimum=minimum)
     for _ in range(2):
         take_out(run, "c")
-        run.take("c", replace(run.hello("c", 3, f"start {run.state.joins}"), minimum=2))
+        run.take("c", replace(run.hello("c", 3, f"start {run.state.joins}"), minimum=minimum))
         if run.state.removals[0].count < 2:
             rejoin(run, "c")
             commit(run)
     assert len(run.sent["c"]) == 1, "it waits"
-    run.take("b", Lost())
+    if how == "replaced":
+        run.take("b", Disconnected())
+        run.take("b", replace(run.hello("b", 3, "new"), minimum=2))
+    else:
+        run.take("b", Lost())
     assert isinstance(run.sent["c"][-1], Heal)
+    if how == "replaced":
+        return
     assert [member.name for member in run.state.copying] == ["c"]
 
 

@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megatron_edit.elastic.hub_state import HubState, Phase, replay
+from megatron_edit.elastic.hub_state import HubState, LeaveReason, Phase, replay
 from megatron_edit.elastic.inputs import (
     Disconnected,
     EpochOverdue,
@@ -31,7 +31,7 @@ from megatron_edit.elastic.inputs import (
 )
 from megatron_edit.elastic.journal import JournalEntry
 from megatron_edit.elastic.machine import step
-from megatron_edit.elastic.messages import Commit, End, Hello, Ready
+from megatron_edit.elastic.messages import Commit, End, Heal, Hello, Ready
 from megatron_edit.elastic.replica import (
     Connected,
     Exchanged,
@@ -61,6 +61,7 @@ class Peer:
     is_linked: bool = False
     to_hub: Queue = ()
     from_hub: Queue = ()
+    may_copy: bool = False
     starts: int = 1
 
 
@@ -77,15 +78,16 @@ class World:
         return replace(self, peers=(*self.peers[:index], peer, *self.peers[index + 1 :]))
 
 
-def hello(index: int, start: int, applied: int, num: int) -> Hello:
+def hello(index: int, start: int, applied: int, num: int, minimum: int = 1) -> Hello:
     """Of a replica that begins anew, or from a checkpoint after one commit."""
     name, digest = "abc"[index], CHECKPOINT if applied else ""
-    return Hello(name, f"{start}", "layout", num, 1, (name,), True, applied, digest)
+    return Hello(name, f"{start}", "layout", num, minimum, (name,), True, applied, digest)
 
 
-def beginning(num: int, faults: int, applied: int = 0) -> World:
-    peers = tuple(Peer(ReplicaState.fresh(hello(i, 1, applied, num))) for i in range(num))
-    return World(HubState(), (line("open", 1, 0, HubState().open_fields),), peers, faults)
+def beginning(num: int, faults: int, applied: int = 0, minimum: int = 1) -> World:
+    peers = tuple(Peer(ReplicaState.fresh(hello(i, 1, applied, num, minimum))) for i in range(num))
+    hub = HubState(minimum=minimum)
+    return World(hub, (line("open", 1, 0, hub.open_fields),), peers, faults)
 
 
 def line(event: str, term: int, epoch: int, fields: dict[str, Any]) -> str:
@@ -108,7 +110,11 @@ def outcome(world: World, index: int, result: Outcome) -> World:
     peer = world.peers[index]
     check_orders(world, index, peer.state, result)
     sent = (*peer.to_hub, *result.messages) if peer.is_linked else peer.to_hub
-    return world.with_peer(index, replace(peer, state=result.state, to_hub=sent))
+    may_copy = any(isinstance(order, Heal) for order in result.orders) or (
+        peer.may_copy and result.state.task is Task.COPY
+    )
+    now = replace(peer, state=result.state, to_hub=sent, may_copy=may_copy)
+    return world.with_peer(index, now)
 
 
 def check_orders(world: World, index: int, before: ReplicaState, result: Outcome) -> None:
@@ -201,11 +207,11 @@ def ranks(world: World, index: int, peer: Peer, rounds: int) -> Iterator[World]:
     """What the ranks of a replica do by themselves."""
     state = peer.state
     if state.task is Task.TRAIN:
-        done = state.applied >= rounds
+        done = state.applied >= (world.hub.round if world.hub.is_over else rounds)
         yield outcome(world, index, report(state, Quit("finished") if done else AT_MEETING))
     if state.task is Task.ABANDON:
         yield outcome(world, index, report(state, AT_MEETING))
-    if state.task is Task.COPY and state.epoch == 0 and world.hub.round > 0:
+    if state.task is Task.COPY and peer.may_copy:
         yield from copies(world, index, state)
     if state.task in (Task.FORM, Task.EXCHANGE):
         members = members_of(world, state.epoch)
@@ -254,7 +260,9 @@ def copies(world: World, index: int, state: ReplicaState) -> Iterator[World]:
         donor = peer.state
         is_donor = donor.applied > 0 and donor.has_begun
         if peer.is_alive and is_donor and donor.hello.name != state.hello.name:
-            yield outcome(world, index, report(state, StateCopied(donor.applied, donor.digest, ())))
+            yield outcome(
+                world, index, report(state, StateCopied(donor.applied, donor.digest, ("handle",)))
+            )
 
 
 def faults(world: World) -> Iterator[World]:
@@ -282,13 +290,19 @@ def faults(world: World) -> Iterator[World]:
     yield crash(world)
 
 
-def returns(world: World, num: int) -> Iterator[World]:
-    """A replica that is dead, or has been fenced, is started again once."""
+def returns(world: World, num: int, most: int = 2) -> Iterator[World]:
+    """A replica that is dead, or has been fenced, is started again, until the start `most`."""
     for index, peer in enumerate(world.peers):
         is_gone = not peer.is_alive or peer.state.task is Task.ENDED
-        if is_gone and peer.starts < 2 and not peer.to_hub and world.hub.phase is not Phase.ENDED:
-            applied = peer.state.hello.applied
-            fresh = ReplicaState.fresh(hello(index, peer.starts + 1, applied, num))
+        if (
+            is_gone
+            and peer.starts < most
+            and not peer.to_hub
+            and world.hub.phase is not Phase.ENDED
+        ):
+            before = peer.state.hello
+            again = hello(index, peer.starts + 1, before.applied, num, before.minimum)
+            fresh = ReplicaState.fresh(again)
             yield world.with_peer(index, Peer(fresh, starts=peer.starts + 1))
 
 
@@ -425,5 +439,57 @@ class RandomRun(RuleBasedStateMachine):
         assert is_over(self.world), self.world
 
 
+class RandomRunWithRemovals(RandomRun):
+    """Runs in which replicas are taken out again and again, and at least two are needed."""
+
+    ROUNDS, FAULTS = 6, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        world = beginning(self.NUM, self.FAULTS, minimum=2)
+        join = {"incarnation": "0", "layout": "layout", "nominal": self.NUM, "holds_state": True}
+        leave = {"reason": LeaveReason.EVICTED}
+        earlier: list[tuple[str, dict[str, Any]]] = [("join", join), ("leave", leave)]
+        lines = [
+            line(event, 1, 0, {"name": name, **fields})
+            for name in "abc"
+            for event, fields in 2 * earlier
+        ]
+        journal = (*world.journal, *lines)
+        world = replace(world, journal=journal, hub=replay(entries(journal), 2), faults=0)
+        while world.hub.round == 0:
+            world = next(moves(world, self.ROUNDS))
+        self.world = replace(world, faults=self.FAULTS)
+
+    @precondition(lambda self: self.world.faults > 0 and self.world.hub.round > 0)
+    @rule(pick=st.integers(0, 999))
+    def take_out(self, pick: int) -> None:
+        names = [each.name for each in self.world.hub.roster]
+        less, given = replace(self.world, faults=self.world.faults - 1), Lost(LeaveReason.EVICTED)
+        self.choose(
+            [each for name in names for each in hub_steps(less, name, given, may_crash=False)], pick
+        )
+
+    @rule(pick=st.integers(0, 999))
+    def come_back(self, pick: int) -> None:
+        self.choose(list(returns(self.world, self.NUM, 99)), pick)
+
+    def teardown(self) -> None:
+        """Where replicas come back, every run comes to an end."""
+        self.world = replace(self.world, faults=0)
+        for number in range(4000):
+            options = list(moves(self.world, self.ROUNDS))
+            options = options or list(returns(self.world, self.NUM, 99))
+            if not options:
+                break
+            self.choose(options, number * 7919)
+            check(self.world)
+        assert self.world.hub.phase is Phase.ENDED and is_over(self.world), self.world
+
+
 test_random_runs = RandomRun.TestCase
 test_random_runs.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+test_random_runs_with_removals = RandomRunWithRemovals.TestCase
+test_random_runs_with_removals.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None
+)

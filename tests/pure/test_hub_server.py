@@ -120,7 +120,7 @@ def test_differing_replica_goes_alone(tmp_path: Path) -> None:
             replica.start()
         for replica in replicas:
             replica.join()
-    assert replicas[1].orders[-1] == End("the replicas' results differ in unit layer.1", 3)
+    assert replicas[1].orders[-1] == End("its results differ from the others' in unit layer.1", 3)
     found = commits(tmp_path)
     assert [len(each["members"]) for each in found] == [3, 3, 2, 2, 2, 2]  # type: ignore[arg-type]
 

@@ -127,8 +127,10 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         lines.append(f"members of the epoch: {members}; leader: {status['leader']}")
     for member in status["members"]:
         connection = "" if member["connected"] else ", not connected"
+        first = member["admitted_from"]
+        wait = "" if first is None else f" from round {first} on (was taken out repeatedly)"
         lines.append(
-            f"  {member['name']}: {member['state']}, step {member['step']}, last progress "
+            f"  {member['name']}: {member['state']}{wait}, step {member['step']}, last progress "
             f"{member['seconds_since_progress']:.0f} s ago{connection}"
         )
     return lines
