@@ -220,6 +220,11 @@ class Agent:
         """Where the replica stands."""
         return self._state
 
+    @property
+    def admitted_from(self) -> int:
+        """The round that the replica waits for before it joins; 0: none."""
+        return self._state.admitted_from
+
     def start(self) -> None:
         """Connect, now or when there is a hub."""
         self._thread.start()

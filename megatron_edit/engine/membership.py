@@ -350,7 +350,7 @@ class Membership:
 
     def _say_wait(self) -> bool:
         """Say, where it is so, that this replica has to wait; return whether it was said."""
-        if self.agent is None or not (count := self.agent.state.admitted_from):
+        if self.agent is None or not (count := self.agent.admitted_from):
             return False
         self.on_message(f"was taken out repeatedly, and waits for round {count} before it joins")
         return True

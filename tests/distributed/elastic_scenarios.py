@@ -98,6 +98,8 @@ class ScriptedAgent:
             those that begin the run.
     """
 
+    admitted_from = 0
+
     def __init__(self, name: str, script: Script, place: int) -> None:
         self._name, self._exchanges, self._place = name, script.exchanges, place
         self._founders = script.founders

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_edit.comm.collectives import Group
 from megatron_edit.config import EditConfig
-from megatron_edit.elastic.messages import End, Fenced, Go, Refused
+from megatron_edit.elastic.messages import End, Fenced, Go, Heal, Refused
+from megatron_edit.elastic.replica import Order
 from megatron_edit.engine import RoundState
 from megatron_edit.engine.membership import Membership, Transports, _error_of, _unique_number
 from megatron_edit.engine.shared_state import (
@@ -213,6 +216,26 @@ def test_replica_leaves_once() -> None:
     membership.leave("signal")
     membership.leave("finished")
     assert calls == ["saved", "signal", "closed"]
+
+
+def test_replica_that_waits_to_join_says_so_once() -> None:
+    class Waiting:
+        """Three answers without an order; from the second on the hub's word is there."""
+
+        admitted_from, num_asked = 0, 0
+
+        def next_order(self, timeout: float) -> Order | None:
+            self.num_asked += 1
+            self.admitted_from = 7 if self.num_asked > 1 else 0
+            return Heal(7, "digest", ()) if self.num_asked > 3 else None
+
+    agent: Any = Waiting()
+    control = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "control", is_own=True)
+    membership = Membership("a", agent, control, Transports(ANYTHING, ANYTHING, ANYTHING, 0), "")
+    said: list[str] = []
+    membership.on_message = said.append
+    assert membership.join()
+    assert said == ["was taken out repeatedly, and waits for round 7 before it joins"]
 
 
 ELASTIC: dict[str, Any] = {

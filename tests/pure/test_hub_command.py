@@ -62,13 +62,16 @@ def test_hub_serves_a_run_and_ends_cleanly(
 
 
 def test_status_for_people() -> None:
-    member = {"name": "b", "state": "training", "connected": True, "step": 7}
+    member = {"name": "b", "state": "training", "connected": True, "step": 7, "admitted_from": None}
     status = {
         "term": 1, "epoch": 2, "round": 3, "samples": 12, "phase": "gather", "stopping": True,
         "leader": "b", "epoch_members": ["a", "b"],
         "members": [
             member | {"seconds_since_progress": 1.6},
             member | {"name": "c", "connected": False, "seconds_since_progress": 0.0},
+            member | {
+                "name": "d", "state": "joining", "admitted_from": 5, "seconds_since_progress": 0.0,
+            },
         ],
     }  # fmt: skip
     assert status_lines(status) == [
@@ -76,6 +79,7 @@ def test_status_for_people() -> None:
         "members of the epoch: a, b; leader: b",
         "  b: training, step 7, last progress 2 s ago",
         "  c: training, step 7, last progress 0 s ago, not connected",
+        "  d: joining from round 5 on (was taken out repeatedly), step 7, last progress 0 s ago",
     ]
 
 
