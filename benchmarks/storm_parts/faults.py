@@ -229,7 +229,7 @@ def _freeze_hub(watch: Watch, fault: Fault, done: Done) -> None:
 
 def _flip(watch: Watch, fault: Fault, done: Done) -> None:
     """Flip a bit of one replica before a commit. In what it holds for long, it must be found out
-    and end; in an average of one exchange, the exchange must be repeated."""
+    and end; in what it sends, or an average, of one exchange, the exchange must be repeated."""
     victim = done.victim = _victim(watch, fault)
     is_lasting = fault.place not in ("flip-average", "flip-sent")
     if is_lasting:

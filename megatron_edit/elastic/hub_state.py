@@ -89,7 +89,6 @@ class Member:
         is_formed: whether it has formed the groups of the current epoch.
         num_late: meetings that have stopped waiting for it while it copied the state.
         awaited_from: the round from which meetings wait for it again.
-        admitted_from: the round from which it may copy the state, as it was taken out repeatedly.
         is_abandoning: whether it puts an exchange aside, and has not arrived again.
         needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
@@ -112,7 +111,6 @@ class Member:
     failures: int = 0
     num_late: int = 0
     awaited_from: int = 0
-    admitted_from: int = 0
 
     def late_in(self, count: int) -> Member:
         """The replica, whose copy was too slow for the meeting of round `count`: the next one waits
@@ -245,7 +243,7 @@ class HubState:
 
     def is_barred(self, member: Member) -> bool:
         """Whether a replica has to wait before it copies the state. Not where it is needed."""
-        return member.admitted_from > self.round and not self.is_short
+        return self.admitted_from(member.name) > self.round and not self.is_short
 
     @property
     def copying(self) -> tuple[Member, ...]:
@@ -295,7 +293,7 @@ class HubState:
         )
 
     def admitted_from(self, name: str) -> int:
-        """The round from which a replica that joins may copy the state."""
+        """The round from which a replica that joins may copy the state; 0: any."""
         return next((each.admitted_from for each in self.removals if each.name == name), 0)
 
     def in_epoch(self, epoch: int, handles: Mapping[str, tuple[str, ...]], leader: str) -> HubState:
@@ -373,9 +371,8 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             holds_state = has.get("holds_state", state.phase is Phase.OPENING)
             applied = state.round if holds_state else NO_STATE
             member = Member(
-                has["name"], has["incarnation"], (), applied, state.joins, is_connected=False,
-                admitted_from=state.admitted_from(has["name"]),
-            )  # fmt: skip
+                has["name"], has["incarnation"], (), applied, state.joins, is_connected=False
+            )
             state = replace(
                 state, joins=state.joins + 1, layout=has["layout"], nominal=has["nominal"]
             )

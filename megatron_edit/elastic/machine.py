@@ -188,7 +188,7 @@ class _Step:
         )
         self._set(Member(
             hello.name, hello.incarnation, hello.handles, applied, state.joins,
-            needs_all=hello.needs_all, admitted_from=admitted_from,
+            needs_all=hello.needs_all,
         ))  # fmt: skip
         is_joiner = not is_founder
         self._send(hello.name, Welcome(state.term, state.round, is_joiner, waits_for))
@@ -255,7 +255,7 @@ class _Step:
     def _admit_needed(self) -> None:
         """Where too few are left, let those join that were to wait as they were taken out."""
         for each in self.state.joiners if self.state.is_short else ():
-            if each.admitted_from > self.state.round:
+            if self.state.admitted_from(each.name) > self.state.round:
                 self._heal(each.name)
 
     def _heal(self, name: str) -> None:

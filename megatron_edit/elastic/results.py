@@ -53,8 +53,7 @@ def compare(results: Mapping[str, Ready]) -> Comparison:
         return Comparison(False, units=units, where=f"in {_named(units)}")
     if not differing:
         return Comparison(True)
-    good = next(name for name, key in keys.items() if key == best)
-    units = _differing_units([results[name] for name in (good, *differing)])
+    units = _differing_units(list(results.values()))
     where = f"in {_named(units)}" if units else "in the plan of the round"
     return Comparison(False, not is_one_alone, differing[0] if is_one_alone else "", units, where)
 

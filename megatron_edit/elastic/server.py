@@ -155,7 +155,9 @@ class Hub:
             "members": [
                 {
                     "name": each.name, "state": _state_of(state, each),
-                    "admitted_from": each.admitted_from if state.is_barred(each) else None,
+                    "admitted_from": (
+                        state.admitted_from(each.name) if state.is_barred(each) else None
+                    ),
                     "connected": each.is_connected, "step": self._liveness.step_of(each.name),
                     "seconds_since_progress": round(
                         self._liveness.seconds_since_progress(each.name, now), 1

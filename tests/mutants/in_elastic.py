@@ -99,8 +99,8 @@ ELASTIC = (
         id="elastic/needed-replica-waits",
         bug="a run below its minimum waits for a replica that waits for the next commit",
         file="elastic/hub_state.py",
-        old="return member.admitted_from > self.round and not self.is_short",
-        new="return member.admitted_from > self.round",
+        old="return self.admitted_from(member.name) > self.round and not self.is_short",
+        new="return self.admitted_from(member.name) > self.round",
         test="pure/test_hub_machine.py::test_who_is_needed_does_not_wait",
     ),
     Mutant(

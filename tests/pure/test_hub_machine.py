@@ -370,11 +370,11 @@ def test_who_is_taken_out_repeatedly_waits_longer_each_time() -> None:
         assert run.state.members == ("a", "b", "c")
     take_out(run, "c")
     come_back(run, "c", 3)
-    before = run.state.member("c")
+    before = run.state.admitted_from("c")
+    assert run.state.member("c") is not None
     run.restart()
-    after = run.state.member("c")
-    assert before is not None and after is not None
-    assert after.admitted_from == before.admitted_from == run.state.round + 8
+    assert run.state.member("c") is not None
+    assert run.state.admitted_from("c") == before == run.state.round + 8
 
 
 def test_who_was_taken_out_long_ago_does_not_wait() -> None:
