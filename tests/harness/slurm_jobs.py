@@ -156,9 +156,14 @@ class Job:
         if isinstance(self.id, str):  # of a task; its number may be that of the whole array
             components = [self.id]
         for component in components:
-            begin = Job(self.cluster, component, self.folder).field("StartTime")
-            if begin > (datetime.now() + timedelta(seconds=5)).isoformat():  # or "Unknown"
-                self.cluster.call("scontrol", "update", f"jobid={component}", "StartTime=now+3")
+            job = Job(self.cluster, component, self.folder)
+            begin, soon = job.field("StartTime"), datetime.now() + timedelta(seconds=5)
+            if begin != "Unknown" and begin > soon.isoformat():
+                # where it waits for a node, this is an estimate: it may start before the update
+                done = self.cluster.attempt(
+                    "scontrol", "update", f"jobid={component}", "StartTime=now+3"
+                )
+                assert done.returncode == 0 or job.state != "PENDING", done.stderr
 
     def wait_for(self, *states: str, restarts: int = 0) -> None:
         """Wait for one of the states after `restarts` requeues; requeued jobs start at once."""
