@@ -24,6 +24,8 @@ AUTO: Flags = {
     "edit_auto": True, "edit_sync_interval": None, "edit_warmup_steps": WARMUP, "train_iters": 92
 }  # fmt: skip
 FAST, SLOW = "1e9", "4e5"  # bytes per second
+SECOND_CHOICE = WARMUP + 40  # the step before it, with a slower link
+NAMES = ["blocking", "overlap", "tp2-pp2"]
 
 
 def choices(run: EditRun) -> list[dict[str, Any]]:
@@ -70,30 +72,41 @@ def test_fast_link_needs_no_compression(tmp_path: Path) -> None:
     assert_equal_replicas(run)
 
 
-@pytest.mark.parametrize("name", ["blocking", "overlap", "tp2-pp2"])
-def test_slower_link_changes_the_settings(tmp_path: Path, name: str) -> None:
-    """After three syncs that leave the prediction all units sync, and the next round begins with
-    another choice. A resume keeps the choice of its checkpoint, and equals the uninterrupted run
-    (before the second choice except for its time: that of the last sync is not known again)."""
+def train_with_slower_link(name: str) -> tuple[EditRun, int, Flags]:
+    """Train with a save every four steps, once for all tests; also return the ranks of a replica
+    and the flags."""
     ranks, flags = LAYOUTS["tp2-pp2"] if name == "tp2-pp2" else (1, {})
     if name == "overlap":
         ranks, flags = 2, {"edit_sync_mode": "overlap", **GATHER}
     flags = flags | {"deviates": True}
-    whole = cached_run(train, ranks, save_interval=1, **flags)
-    first, second = choices(whole)
+    return cached_run(train, ranks, save_interval=4, **flags), ranks, flags
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slower_link_changes_the_settings(name: str) -> None:
+    """After three syncs that leave the prediction all units sync, and the next round begins with
+    another choice."""
+    run, _, _ = train_with_slower_link(name)
+    first, second = choices(run)
     assert first["settings"] != second["settings"] and second["settings"]["delay_steps"] > 0
     # Exposed times are known from the second sync on.
-    assert second["since"] == WARMUP + 5 * first["settings"]["sync_interval"]
-    assert_equal_replicas(whole)
+    assert second["since"] == SECOND_CHOICE == WARMUP + 5 * first["settings"]["sync_interval"]
+    assert_equal_replicas(run)
+
+
+@pytest.mark.parametrize("step", [WARMUP + 20, SECOND_CHOICE, SECOND_CHOICE + 12])
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_keeps_the_choice(tmp_path: Path, name: str, step: int) -> None:
+    """The choice of the checkpoint is kept, and the resumed run equals the uninterrupted one
+    (before the second choice except for its time: that of the last sync is not known again)."""
+    whole, ranks, flags = train_with_slower_link(name)
+    first, second = choices(whole)
     saves = whole.folder / "saves"
-    for step in (WARMUP + 20, second["since"], second["since"] + 13):
-        folder = tmp_path / str(step)
-        folder.mkdir()
-        resumed = train(folder, ranks, load=saves, ckpt_step=step, **flags)
-        kept = first if step < second["since"] else second
-        if kept is second:
-            assert_continues(whole.folder, folder, step, 2 * ranks)
-            assert_same_syncs(whole, resumed)
-        assert_equal_replicas(resumed)
-        assert choices(resumed)[0] == kept
-        assert read_manifest(saves / f"iter_{step:07d}").choice == kept
+    resumed = train(tmp_path, ranks, load=saves, ckpt_step=step, **flags)
+    kept = first if step < second["since"] else second
+    if kept is second:
+        assert_continues(whole.folder, tmp_path, step, 2 * ranks)
+        assert_same_syncs(whole, resumed)
+    assert_equal_replicas(resumed)
+    assert choices(resumed)[0] == kept
+    assert read_manifest(saves / f"iter_{step:07d}").choice == kept
