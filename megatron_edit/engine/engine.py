@@ -426,7 +426,7 @@ class EditEngine:
         """End the warm-up: make the replicas identical, then take the anchor (method 2.3)."""
         self._common_stop.drain()
         self._gradients.free()
-        broadcast_if_different(self.host, self.groups, self.reporter)
+        broadcast_if_different(self.host, self.groups, self.reporter, self.state.step)
         self._choose()
         self.syncs.begin(self.syncs.take_anchor())
         self.state.begin_rounds(self._round_length(self.state.step))

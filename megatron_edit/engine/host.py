@@ -55,6 +55,10 @@ class Host(Protocol):
 
     plan: UnitPlan
 
+    @property
+    def update_error(self) -> float:
+        """Relative rounding error of an update of the inner optimizer."""
+
     def gradient_shards(self) -> Iterable[Tensor]:
         """The reduced gradients that this rank's optimizer reads, as flat views to be mutated; as
         many and of the same sizes at every step."""

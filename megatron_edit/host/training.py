@@ -4,7 +4,7 @@
 |---|---|
 | `pretrain` | the replica's own store |
 | `setup_model_and_optimizer` | the engine; equal parameters; hooks of step and gradients |
-| `config.finalize_model_grads_func` | warm-up: average the gradient shards over the replicas |
+| `finalize_model_grads` | warm-up: average the gradient shards over the replicas |
 | `optimizer.step` (instance) | count the step; sync when a round ends |
 | `training_log` | event files; the loss for the next meeting |
 | `evaluate` | mean over the replicas |
@@ -459,19 +459,26 @@ class TrainingLoop:
             )
 
     def _hook_gradients(self, engine: EditEngine, model_config: ModelConfig) -> None:
-        """Set the model's `finalize_model_grads_func`, which Megatron's loop then uses."""
-        from megatron.core.distributed import finalize_model_grads
+        """Average the gradients after Megatron's loop has finalized them.
 
-        finalize = model_config.finalize_model_grads_func or finalize_model_grads
+        The loop calls the function of the model's configuration. Before 0.19 it first sets it to
+        the function of its own module.
+        """
+        import megatron.training.training as training
 
-        @wraps(finalize)
-        def averaging(model: object, num_tokens: Tensor | None = None, **kwargs: object) -> None:
-            self._calls.note(GRADIENTS)
-            engine.before_gradients()
-            finalize(model, num_tokens, **kwargs)
-            engine.average_gradients(num_tokens)
+        def averaging(finalize: Callable[..., None]) -> Callable[..., None]:
+            @wraps(finalize)
+            def averaged(model: object, num_tokens: Tensor | None = None, **kwargs: object) -> None:
+                self._calls.note(GRADIENTS)
+                engine.before_gradients()
+                finalize(model, num_tokens, **kwargs)
+                engine.average_gradients(num_tokens)
 
-        self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
+            return averaged
+
+        given = model_config.finalize_model_grads_func or training.finalize_model_grads
+        self._patcher.replace(model_config, GRADIENTS, averaging(given))
+        self._patcher.wrap(training, "finalize_model_grads", averaging)
 
     def _finish(self) -> None:
         if self._run is not None:

@@ -1,4 +1,5 @@
-"""64-bit digests, which differ if tensors differ in any bit. No communication."""
+"""64-bit digests, which differ if tensors differ in any bit, and the differences that rounding
+explains. No communication."""
 
 from __future__ import annotations
 
@@ -61,3 +62,22 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
 def _signed(value: int) -> int:
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
+
+
+def rounding_bound(theta: Tensor, steps: int, lr: float, update_error: float) -> Tensor:
+    """Differences that rounding explains between replicas that have applied the same gradients.
+
+    In each step a replica rounds the parameter to fp32, and its update, of the size of the learning
+    rate, with a relative error of `update_error`. The differences add up, and do not grow by
+    themselves, as all replicas apply the same averaged gradients.
+
+    Args:
+        theta: parameters of one of the replicas, fp32.
+        steps: since the replicas were equal.
+        lr: learning rate.
+        update_error: relative error of an update.
+
+    Returns:
+        Absolute differences, like `theta`.
+    """
+    return steps * (torch.finfo(torch.float32).eps * theta.abs() + update_error * lr)

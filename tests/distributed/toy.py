@@ -51,6 +51,7 @@ class ToyHost:
     """Units as flat tensors, two parameters each where they are long enough.
 
     Attributes:
+        update_error: relative rounding error of an inner update.
         lr: learning rate of the inner optimizer in the step being attempted.
         next_lr: learning rate in the step after it.
         pending_schedule: samples by which the schedule advances after the step.
@@ -66,6 +67,7 @@ class ToyHost:
     full: dict[str, Tensor]
     plan: UnitPlan
     slices: dict[str, slice]
+    update_error: float = 2.0**-19
     published: int = 0
     schedule_position: int = 0
     pending_schedule: int = 0

@@ -1,4 +1,4 @@
-"""Scripts that replace a function of Megatron after the plugin has wrapped it."""
+"""Scripts and loops that replace a function of Megatron after the plugin has wrapped it."""
 
 from __future__ import annotations
 
@@ -33,3 +33,22 @@ def replace_training_log() -> None:
         return train(*args, **kwargs)
 
     training.train = replacing
+
+
+def finalize_gradients_as_before_0_19() -> None:
+    """Let the loop set the model's `finalize_model_grads_func`, as that of 0.16 to 0.18 does, and
+    record losses and gradient norms."""
+    import megatron.training.training as training
+    from megatron.core.utils import get_model_config
+
+    from tests.host.spy import record
+
+    train = training.train
+
+    @wraps(train)
+    def setting(step: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        get_model_config(model[0]).finalize_model_grads_func = training.finalize_model_grads
+        return train(step, model, *rest, **kwargs)
+
+    training.train = setting
+    record()

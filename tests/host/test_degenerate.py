@@ -80,6 +80,17 @@ def test_endless_warmup_equals_stock_training(
     assert run.result.consumed_samples[10] == 10 * int(str(flags.get("global_batch_size", 8)))
 
 
+def test_warmup_equals_stock_where_the_loop_sets_the_gradient_function(tmp_path: Path) -> None:
+    """Before 0.19 Megatron's loop replaces the model's function for gradients. Would catch a
+    warm-up that the loop prevents from averaging."""
+    stock = cached_run(stock_run, 4).folder
+    before = "tests.host.spy_hooks:finalize_gradients_as_before_0_19"
+    run = run_edit(tmp_path, 4, 2, before=before, edit_strategy="ddp")
+    assert losses(tmp_path, 4) == pytest.approx(losses(stock, 4), rel=2e-6)
+    assert len(run.lines("loss.jsonl")) == 10
+    assert grad_norms(tmp_path, 4) == pytest.approx(grad_norms(stock, 4), rel=2e-4)
+
+
 def test_ranks_read_same_samples_as_stock(tmp_path: Path) -> None:
     """Rank k of replica r reads what rank r * D + k of a stock job reads. Would catch a sampler
     that sees the replica's ranks only: every replica would read the same samples."""

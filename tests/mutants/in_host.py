@@ -339,10 +339,10 @@ HOST = (
         id="host/gradients-too-early",
         bug="in warm-up gradients are averaged before Megatron has finalized them",
         file="host/training.py",
-        old="            finalize(model, num_tokens, **kwargs)\n"
-        "            engine.average_gradients(num_tokens)",
-        new="            engine.average_gradients(num_tokens)\n"
-        "            finalize(model, num_tokens, **kwargs)",
+        old="                finalize(model, num_tokens, **kwargs)\n"
+        "                engine.average_gradients(num_tokens)",
+        new="                engine.average_gradients(num_tokens)\n"
+        "                finalize(model, num_tokens, **kwargs)",
         test="host/test_degenerate.py::test_endless_warmup_equals_stock_training",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_edit.engine.rounds.synchronous import (
     broadcast_if_different,
     sum_counts,
 )
+from megatron_edit.errors import DriftError
 from tests.harness.memory_network import Network, run_in_threads, two_phase_groups
 
 anything: Any = SimpleNamespace
@@ -110,19 +112,31 @@ def host_of(values: list[float], gathered: list[int]) -> Any:
 
 
 def test_all_start_from_replica_0() -> None:
-    """Main and model parameters, and other tensors. The largest difference is returned."""
+    """Main and model parameters, and other tensors."""
     gathered: list[int] = []
     hosts = [host_of([float(r), 2.0 * r], gathered) for r in range(3)]
     groups = replicas(3)
-
-    def start(replica: int) -> float:
-        return broadcast_first_replica(hosts[replica], groups[replica])
-
-    apart = run_in_threads([lambda r=r: start(r) for r in range(3)])  # type: ignore[misc]
-    assert apart == [4.0] * 3 and len(gathered) == 3
+    run_in_threads([lambda r=r: broadcast_first_replica(hosts[r], groups[r]) for r in range(3)])  # type: ignore[misc]
+    assert len(gathered) == 3
     for host in hosts:
         assert host.main.tolist() == host.target.tolist() == [0.0, 0.0]
         assert host.buffer.item() == 0.0
+
+
+def end_warm_up(hosts: list[Any], steps: int, **settings: float) -> list[str]:
+    """Call `broadcast_if_different` on all replicas; returns the messages."""
+    groups, messages = replicas(len(hosts)), list[str]()
+    reporter = anything(on_message=lambda text: messages.append(text))
+    for host in hosts:
+        host.progress = lambda: anything(inner_lr=settings.get("lr", 0.0))
+        host.update_error = settings.get("error", 1e-6)
+    run_in_threads(
+        [
+            lambda r=r: broadcast_if_different(hosts[r], groups[r], reporter, steps)  # type: ignore[misc]
+            for r in range(len(hosts))
+        ]
+    )
+    return messages
 
 
 @pytest.mark.parametrize("last", [2.0, 2.0 + 2.0**-22])
@@ -130,14 +144,31 @@ def test_rounding_differences_are_removed_after_warm_up(last: float) -> None:
     """Differences are removed and logged; equal replicas are not changed."""
     gathered: list[int] = []
     hosts = [host_of([1.0, value], gathered) for value in (2.0, 2.0, last)]
-    groups, messages = replicas(3), list[str]()
-
-    def switch(replica: int) -> None:
-        broadcast_if_different(
-            hosts[replica], groups[replica], anything(on_message=lambda text: messages.append(text))
-        )
-
-    run_in_threads([lambda r=r: switch(r) for r in range(3)])  # type: ignore[misc]
+    messages = end_warm_up(hosts, 1)
     assert [host.main.tolist() for host in hosts] == [[1.0, 2.0]] * 3
     assert len(messages) == len(gathered) == (3 if last > 2.0 else 0)
     assert all("rounded differently" in text and "2.384e-07" in text for text in messages)
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "lr", "found"),
+    [
+        ((2.0, 2.0 + 2.0**-21), 1, 0.0, "4.8e-07, and rounding explains at most 2.4e-07"),
+        ((2.0, 2.0 + 2.0**-21), 2, 0.0, None),
+        ((0.0, 1e-9), 1, 1e-3, None),  # an update rounds, too
+        ((0.0, 2e-9), 1, 1e-3, "2.0e-09, and rounding explains at most 1.0e-09"),
+        ((2.0, math.nan), 9, 0.0, "inf"),
+        ((math.inf, math.inf), 1, 0.0, None),
+    ],
+)
+def test_larger_differences_after_warm_up_are_drift(
+    values: tuple[float, float], steps: int, lr: float, found: str | None
+) -> None:
+    """Would catch a warm-up that did not average, and whose end repairs that in silence."""
+    hosts = [host_of([1.0, value], []) for value in (values[0], *values)]
+    if found is None:
+        end_warm_up(hosts, steps, lr=lr)
+        return
+    with pytest.raises(DriftError, match=f"in unit a by {found}"):
+        end_warm_up(hosts, steps, lr=lr)
+    assert [host.main[1].item() for host in hosts[:2]] == [values[0]] * 2

@@ -8,6 +8,7 @@ learning-rate schedule still differ between the replicas and are equalized here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,35 +19,32 @@ from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
 from megatron_edit.engine.sync import drift
 from megatron_edit.engine.sync.averages import tie_copies
+from megatron_edit.engine.units import UnitShard
+from megatron_edit.errors import DriftError
+from megatron_edit.method.digest import rounding_bound
 from megatron_edit.method.moments import ALL_MOMENTS
 
 
-def broadcast_first_replica(host: Host, groups: EngineGroups) -> float:
+def broadcast_first_replica(host: Host, groups: EngineGroups) -> None:
     """Broadcast the main shards of replica 0 and its tensors that no optimizer owns.
 
     Inner moments are not touched: each replica keeps its own.
 
     Collective: all ranks of all replicas.
     Mutates: main shards and model parameters.
-
-    Returns:
-        The largest difference before the broadcast, on any rank of any replica.
     """
     for tensor in host.replicated_tensors():
         groups.sync.broadcast(tensor)
-    device = groups.sync.device
-    largest = torch.zeros((), device=device)
     for shard in host.plan.shards:
-        mine = shard.gather(torch.empty(shard.numel, dtype=torch.float32, device=device))
-        agreed = mine.clone()
-        groups.sync.broadcast(agreed)
-        if agreed.numel():
-            largest = torch.maximum(largest, (agreed - mine).abs().max())
-        shard.scatter(agreed)
+        shard.scatter(_of_first_replica(shard, groups.sync))
         shard.publish()
     host.gather_parameters()
-    everywhere = groups.meeting.all_gather(groups.replica.all_gather(largest).max())
-    return float(everywhere.max())
+
+
+def _of_first_replica(shard: UnitShard, sync: Group) -> Tensor:
+    values = shard.gather(torch.empty(shard.numel, dtype=torch.float32, device=sync.device))
+    sync.broadcast(values)
+    return values
 
 
 def check_identical(host: Host, groups: EngineGroups, when: str) -> None:
@@ -65,17 +63,68 @@ def check_identical(host: Host, groups: EngineGroups, when: str) -> None:
     drift.check(host.plan, groups, drift.plan_digests(host.plan), when)
 
 
-def broadcast_if_different(host: Host, groups: EngineGroups, reporter: Reporter) -> None:
-    """After warm-up: if the replicas differ, broadcast the parameters of replica 0.
+def broadcast_if_different(
+    host: Host, groups: EngineGroups, reporter: Reporter, steps: int
+) -> None:
+    """After warm-up: if the replicas differ by rounding, broadcast the parameters of replica 0.
 
     Collective: all ranks of all replicas.
+
+    Args:
+        host: has the parameters.
+        groups: the communication groups.
+        reporter: receives a message with the largest difference.
+        steps: of the warm-up.
+
+    Raises:
+        DriftError: rounding does not explain the difference; the message names a unit.
     """
-    if drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:
-        largest = broadcast_first_replica(host, groups)
-        reporter.on_message(
-            f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
-            "all now hold the parameters of replica 0"
+    if not drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:
+        return
+    excess, difference, bound, unit = _worst_difference(host, groups, steps)
+    if excess > 1:
+        raise DriftError(
+            f"the replicas differ after the warm-up in unit {host.plan.names[int(unit)]} by "
+            f"{difference:.1e}, and rounding explains at most {bound:.1e}: gradients were not "
+            "averaged in every step"
         )
+    broadcast_first_replica(host, groups)
+    reporter.on_message(
+        f"the replicas had rounded differently in warm-up (by {difference:.3e}); "
+        "all now hold the parameters of replica 0"
+    )
+
+
+def _worst_difference(host: Host, groups: EngineGroups, steps: int) -> list[float]:
+    """The difference from replica 0 that is largest relative to what rounding explains.
+
+    Collective: all ranks of all replicas; all get the same.
+
+    Returns:
+        The difference divided by its bound, the difference, the bound, and the unit's position.
+    """
+    sync, lr = groups.sync, host.progress().inner_lr
+    rows = [torch.zeros(4, device=sync.device)]
+    for shard in host.plan.shards:
+        first = _of_first_replica(shard, sync)
+        mine = shard.gather(torch.empty_like(first))
+        if not shard.numel:
+            continue
+        is_equal = (mine == first) | (mine.isnan() & first.isnan())
+        difference = (mine - first).abs().masked_fill(is_equal, 0.0).nan_to_num(nan=math.inf)
+        bound = rounding_bound(first, steps, lr, host.update_error)
+        excess = (difference / bound).nan_to_num(nan=math.inf).masked_fill(is_equal, 0.0)
+        worst = excess.argmax()
+        index = torch.tensor(float(shard.index), device=sync.device)
+        rows.append(torch.stack([excess[worst], difference[worst], bound[worst], index]))
+    of_replica = groups.replica.all_gather(_first_largest(torch.stack(rows)))
+    of_all = groups.meeting.all_gather(_first_largest(of_replica))
+    return [float(value) for value in _first_largest(of_all)]
+
+
+def _first_largest(rows: Tensor) -> Tensor:
+    """The row whose first element is the largest."""
+    return rows[rows[:, 0].argmax()]
 
 
 def sum_counts(host: Host, groups: EngineGroups) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import MUON
 from megatron_edit.engine import ParamShard, Progress, UnitShard
 from megatron_edit.host.model.counters import TrainingCounters, is_end_requested
 from megatron_edit.host.model.gradients import GradientPlace, gradient_places, gradient_shards
@@ -105,6 +106,17 @@ class MegatronHost:
     def origin_of(self, param: ParamShard) -> tuple[torch.nn.Parameter, int, int | None]:
         """Return the parameter of a shard, the shard's first element in it, and its copy index."""
         return self._origins[id(param.source)]
+
+    @property
+    def update_error(self) -> float:
+        """Relative rounding error of an update of the inner optimizer: of the coarsest type that it
+        computes or keeps moments in; in fp32 16 roundings, as errors of the moments last."""
+        coarse = [torch.bfloat16] if self._args.optimizer == MUON else []
+        if getattr(self._args, "use_precision_aware_optimizer", False):
+            coarse += [self._args.exp_avg_dtype, self._args.exp_avg_sq_dtype]
+        fp8 = torch.float8_e4m3fn  # Megatron keeps it as bytes
+        errors: list[float] = [torch.finfo(fp8 if d == torch.uint8 else d).eps for d in coarse]
+        return max([16 * float(torch.finfo(torch.float32).eps), *errors])
 
     @property
     def copy_index(self) -> int | None:

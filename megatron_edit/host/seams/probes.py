@@ -77,7 +77,7 @@ PROBES = (
         "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler", "step", ("increment",)
     ),
     Probe("megatron.core.datasets.utils", "compile_helpers"),
-    Probe("megatron.core.distributed", "finalize_model_grads", ("model", "num_tokens")),
+    Probe(_TRAINING, "finalize_model_grads", ("model", "num_tokens")),
     Probe("megatron.core.optimizer", "get_megatron_optimizer"),
     Probe(_DISTOPT, "step_with_ready_grads"),
     Probe(_DISTOPT, "_copy_main_params_to_model_params"),
