@@ -1,24 +1,30 @@
 """Write docs/support.md, the supported versions of Megatron-LM, from docs/support.json.
 
-    python scripts/make_support_doc.py                    writes the page
-    python scripts/make_support_doc.py --check            exits 1 where the page is not current
-    python scripts/make_support_doc.py --clone DIR...     probes and trains clones first (minutes)
+    python scripts/make_support_doc.py              writes the page
+    python scripts/make_support_doc.py --check      exits 1 where page or results are not current
+    python scripts/make_support_doc.py --clone      probes and trains all clones first (20 minutes)
 
-Run it with unpatched clones of all tags after a change of host/seams/probes.py or of how the
-package uses Megatron. Tests call it with --check.
+After every change of the code in host/, engine/ or comm/ the results have to be made again, with
+--clone. It takes unpatched clones: those named after it, those in MEGATRON_LM_DIRS, or those that
+it makes from MEGATRON_LM_GIT, a git directory of Megatron-LM with all tags (`git clone --bare`).
+Tests call it with --check.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from script_errors import OneLineParser, exit_code_of
-from support_runs import probe, train
+from support_runs import STEPS, code_hash, make_clones, probe, train
 
+from megatron_edit.errors import UsageError
 from megatron_edit.host.seams.probes import PROBES
 from megatron_edit.tools.patch import release_of_clone
 from megatron_edit.versions import RELEASES
@@ -26,12 +32,18 @@ from megatron_edit.versions import RELEASES
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = REPOSITORY / "docs" / "support.json"
 TARGET = REPOSITORY / "docs" / "support.md"
+COMMAND = "python scripts/make_support_doc.py --clone"
 RUNS = {
     "launcher": "unmodified clone, `-m megatron_edit pretrain_gpt.py`, two replicas",
     "patched": "after `megatron-edit patch`, `pretrain_gpt.py` alone: the same losses, bit for bit",
     "overlap": "syncs in the forward pass (`--overlap-param-gather`): the same losses, bit for bit",
     "TP 2": "two replicas of two ranks, `--tensor-model-parallel-size 2`",
-    "exact resume": "resumed from a checkpoint at half of the steps: the same losses, bit for bit",
+    "warm-up": "the warm-up equals stock Megatron on as many ranks: losses and gradient norms",
+    "final phase": "the final synchronous phase equals stock Megatron on as many ranks, from a "
+    "checkpoint of that phase: losses and gradient norms",
+    "exact resume": "resumed from the middle of a round: losses and parameters of the "
+    "uninterrupted run, bit for bit",
+    "hub": "elastic run: a replica is killed after a checkpoint and returns; `hub stop` ends it",
 }
 HEAD = """\
 # Which Megatron-LM
@@ -44,12 +56,16 @@ is missing that is not only needed for a feature ("for ..."), it stops with exit
 that names the symbol. `megatron-edit doctor` shows the same without a training. Everything else in
 this documentation was tested with core_v0.19.0.
 
+The results are those of the present code: they have a hash of `host/`, `engine/` and `comm/`, and a
+test fails where it is another one.
+
 """
 NOTES = """
 - 0.16 and 0.17 gather the parameters an additional time at each blocking sync, as the gather before
   the sync cannot be skipped.
-- 0.16 imports `six`, `regex` and `pydantic` without requiring them: install these. Its wheel does
-  not contain `megatron.training`: use a clone. Its asynchronous saves do not work on the CPU.
+- 0.16 imports `six`, `regex` and `pydantic` without requiring them: they are in the extra
+  `older-megatron`. Its wheel does not contain `megatron.training`: use a clone. Its asynchronous
+  saves do not work on the CPU.
 - `scripts/pretrain_gpt.py` needs 0.19 or later; use a clone's own script before that.
 - The clone's own `megatron` package takes precedence over an installed wheel.
 """
@@ -61,7 +77,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def _trainings(data: dict[str, Any]) -> Iterator[str]:
-    yield "20 iterations of a tiny GPT with EDiT, on CPU:\n\n"
+    yield f"{STEPS} iterations of a tiny GPT, with two replicas, on CPU:\n\n"
     yield f"| what | {' | '.join(release.tag for release in RELEASES)} |\n"
     yield f"|---|{'---|' * len(RELEASES)}\n"
     versions = (_of(data, release.tag, "version") for release in RELEASES)
@@ -93,24 +109,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page, after probing the given clones."""
     parser = OneLineParser(prog="make_support_doc", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
-    parser.add_argument("--clone", nargs="+", default=[], help="clones to probe and train with")
+    parser.add_argument(
+        "--clone", nargs="*", metavar="DIR",
+        help="clones to probe and train with; without DIR those of MEGATRON_LM_DIRS, or made from "
+        "MEGATRON_LM_GIT",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     data = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
-    for clone in map(Path, args.clone):
-        tag = release_of_clone(clone).tag
-        data[tag] = {**probe(clone), "symbols": [*map(str, PROBES)], "runs": dict(train(clone))}
-        DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    has_all_probes = all(
-        data.get(r.tag, {}).get("symbols") == [*map(str, PROBES)] for r in RELEASES
-    )
+    if args.clone is not None:
+        with _clones(args.clone) as clones:
+            for clone in clones:
+                data[release_of_clone(clone).tag] = _results(clone)
+                text = json.dumps(data, indent=1, sort_keys=True) + "\n"
+                DATA.write_text(text, encoding="utf-8")
     if not args.check:
         TARGET.write_text(page(data), encoding="utf-8")
         return 0
-    if has_all_probes and TARGET.exists() and TARGET.read_text(encoding="utf-8") == page(data):
+    if why := _stale(data):
+        print(f"{DATA.relative_to(REPOSITORY)}: {why}; run {COMMAND}", file=sys.stderr)
+        return 1
+    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == page(data):
         return 0
-    what = TARGET if has_all_probes else DATA
-    print(f"{what.relative_to(REPOSITORY)} is stale: run {parser.prog}.py", file=sys.stderr)
+    print(f"{TARGET.relative_to(REPOSITORY)} is stale: run {parser.prog}.py", file=sys.stderr)
     return 1
+
+
+@contextmanager
+def _clones(given: Sequence[str]) -> Iterator[list[Path]]:
+    """The clones to use: given, or found by the environment."""
+    names = given or [x for x in os.environ.get("MEGATRON_LM_DIRS", "").split(os.pathsep) if x]
+    git_dir = os.environ.get("MEGATRON_LM_GIT")
+    if names:
+        yield [Path(name) for name in names]
+    elif git_dir:
+        with tempfile.TemporaryDirectory(prefix="clones-") as folder:
+            yield make_clones(Path(git_dir), Path(folder))
+    else:
+        raise UsageError(
+            "--clone (without a folder)",
+            "needs clones of Megatron-LM",
+            "name them, or set MEGATRON_LM_DIRS, or MEGATRON_LM_GIT to a git directory",
+        )
+
+
+def _results(clone: Path) -> dict[str, Any]:
+    """Probe and train with a clone."""
+    runs = {}
+    for name, verdict in train(clone):
+        print(f"{release_of_clone(clone).tag}: {name}: {verdict}", file=sys.stderr, flush=True)
+        runs[name] = verdict
+    return {
+        **probe(clone), "symbols": [*map(str, PROBES)], "runs": runs, "code": code_hash(),
+    }  # fmt: skip
+
+
+def _stale(data: dict[str, Any]) -> str | None:
+    """Why the results are not those of the present code, probes and releases; None if they are."""
+    current = code_hash()
+    for tag in (release.tag for release in RELEASES):
+        found = data.get(tag, {})
+        if found.get("symbols") != [*map(str, PROBES)] or set(found.get("runs", ())) != set(RUNS):
+            return f"{tag} has no results for the present symbols and runs"
+        if found.get("code") != current:
+            return f"{tag} was tried with other code of host/, engine/ or comm/ than the present"
+    return None
 
 
 if __name__ == "__main__":

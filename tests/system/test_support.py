@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_support_doc
 import pytest
-from support_runs import probe
+import support_runs
+from support_runs import code_hash, probe
 
+from megatron_edit.host.seams.probes import PROBES
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.patch import LINE
-from megatron_edit.versions import RELEASES
+from megatron_edit.versions import RELEASES, Release
 from tests.harness.launch import REPOSITORY
 from tests.harness.ports import free_ports
 from tests.host.runs import edit_flags
@@ -37,9 +40,73 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_support_page_is_current() -> None:
-    """Would catch a probe or a release without results of the clones."""
+    """Would catch a probe, a release or a run without results of the clones, and results that were
+    made with other code."""
     done = script("make_support_doc.py", "--check")
     assert done.returncode == 0, done.stderr
+
+
+def test_results_of_other_code_are_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a table that stays as it is when the code that it is about changes."""
+    data = {
+        release.tag: {
+            "version": "1", "failed": [], "symbols": [*map(str, PROBES)],
+            "runs": dict.fromkeys(make_support_doc.RUNS, "yes"), "code": code_hash(),
+        }
+        for release in RELEASES
+    }  # fmt: skip
+    monkeypatch.setattr(make_support_doc, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(make_support_doc, "DATA", tmp_path / "data.json")
+    monkeypatch.setattr(make_support_doc, "TARGET", tmp_path / "page.md")
+    for code, expected in ((data["main"]["code"], 0), ("other", 1)):
+        data["main"]["code"] = code
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        (tmp_path / "page.md").write_text(make_support_doc.page(data))
+        assert make_support_doc.main(["--check"]) == expected
+    message = "main was tried with other code of host/, engine/ or comm/"
+    assert message in (printed := capsys.readouterr().err) and make_support_doc.COMMAND in printed
+
+
+def test_hash_of_code_ignores_what_does_not_run(tmp_path: Path) -> None:
+    """Docstrings, comments and line breaks do not count; code and names of files do."""
+    file = tmp_path / "host" / "a.py"
+    file.parent.mkdir()
+    hashes = []
+    for source in (
+        'def f(x):\n    """Old."""\n    return g(x, 1)\n',
+        '"""New."""\n\n\ndef f(x):\n    # why\n    return g(\n        x,\n        1,\n    )\n',
+        "def f(x):\n    return g(x, 2)\n",
+    ):
+        file.write_text(source)
+        hashes.append(code_hash(tmp_path))
+    file.rename(file.with_name("b.py"))
+    hashes.append(code_hash(tmp_path))
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+def test_clones_are_made_from_a_git_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at each tag, or at the commit of a branch."""
+    git = ["git", "-C", str(tmp_path / "source"), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git[:1], "init", "--quiet", str(tmp_path / "source")], check=True, timeout=30)
+    releases = []
+    for number, name in enumerate(("old", "new")):
+        (tmp_path / "source" / "name").write_text(name)
+        subprocess.run([*git, "add", "."], check=True, timeout=30)
+        subprocess.run([*git, "commit", "--quiet", "-m", name], check=True, timeout=30)
+        subprocess.run([*git, "tag", name], check=True, timeout=30)
+        releases.append(Release(0, number, name))
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, timeout=30, capture_output=True, text=True
+    )
+    releases.append(Release(0, 2, "branch", head.stdout.strip()))
+    monkeypatch.setattr(support_runs, "RELEASES", releases)
+    made = support_runs.make_clones(tmp_path / "source" / ".git", tmp_path)
+    assert [path.name for path in made] == ["old", "new", "branch"]
+    assert [(path / "name").read_text() for path in made] == ["old", "new", "new"]
 
 
 def test_every_release_has_trained() -> None:
@@ -47,7 +114,7 @@ def test_every_release_has_trained() -> None:
     data = json.loads((REPOSITORY / "docs" / "support.json").read_text())
     for release in RELEASES:
         runs = data[release.tag]["runs"]
-        assert runs["launcher"] == "yes" and set(runs.values()) == {"yes"}, release
+        assert set(runs) == set(make_support_doc.RUNS) and set(runs.values()) == {"yes"}, release
         assert [x for x in data[release.tag]["failed"] if not x[1]] == [], release
 
 

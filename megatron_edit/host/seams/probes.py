@@ -21,6 +21,8 @@ _PARALLEL = "megatron.core.parallel_state"
 _CHECKPOINTS = "megatron.training.checkpointing"
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _WRITER = f"{_STRATEGIES}.filesystem_async:FileSystemWriterAsync"
+# Packages that Megatron 0.16 imports without requiring them; also in pyproject.toml.
+OLDER_PACKAGES = ("six", "regex", "pydantic")
 # Features whose symbols may be missing: training works without them.
 OVERLAP, ASYNC_ON_CPU = "syncs in the forward pass", "asynchronous saves on CPU"
 
@@ -180,7 +182,7 @@ def failed_probes() -> dict[Probe, str]:
         try:
             _check(probe)
         except HostVersionError as error:
-            failed[probe] = error.rule
+            failed[probe] = f"{error.rule}; {error.remedy}"
     return failed
 
 
@@ -189,8 +191,11 @@ def _check(probe: Probe) -> None:
     try:
         owner: object = importlib.import_module(module)
     except ImportError as error:
-        rule = f"{module} cannot be imported ({error})"
-        raise HostVersionError(host_name(), rule, "install what this version needs") from None
+        rule, remedy = f"{module} cannot be imported ({error})", "install what this version needs"
+        if error.name in OLDER_PACKAGES:
+            rule = f"imports the package {error.name}, which is missing"
+            remedy = "pip install 'megatron_edit[older-megatron]'"
+        raise HostVersionError(host_name(), rule, remedy) from None
     if inner:
         if not hasattr(owner, inner):
             raise missing_symbol(host_name(), owner, inner)

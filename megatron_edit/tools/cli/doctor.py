@@ -223,6 +223,7 @@ def _host(folder: str | None) -> Iterator[DoctorFinding]:
     finally:
         patcher.undo()
     yield DoctorFinding("symbols of Megatron", f"{len(PROBES) - len(failed)} of {len(PROBES)}")
-    for probe, reason in failed.items():
-        level = Level.HINT if probe.needed_for else Level.BAD
-        yield DoctorFinding("missing", f"{reason} ({probe.needed_for or 'training'})", level)
+    # A missing package of Megatron's fails many probes.
+    for reason, feature in dict.fromkeys((why, probe.needed_for) for probe, why in failed.items()):
+        level = Level.HINT if feature else Level.BAD
+        yield DoctorFinding("missing", f"{reason} ({feature or 'training'})", level)
