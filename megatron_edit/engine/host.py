@@ -115,11 +115,12 @@ class Host(Protocol):
     def num_moment_elements(self) -> int:
         """Elements of all moments that the inner optimizers of this rank hold now."""
 
-    def inner_counters(self) -> Tensor:
-        """float64 [n], step counters and loss scales of the inner optimizers."""
+    def inner_counters(self) -> dict[str, float]:
+        """Step counters and loss scales of the inner optimizers, by names that are equal on all
+        replicas. One replica may have counters that another one does not have."""
 
-    def set_inner_counters(self, values: Tensor) -> None:
-        """Set these counters to the `inner_counters` of a replica, float64 [n]."""
+    def set_inner_counters(self, values: Mapping[str, float]) -> None:
+        """Make the counters those of another replica, its `inner_counters`."""
 
     def reset_moments(self) -> None:
         """Reset the inner optimizers to their state before the first step."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_edit.constants import FP32_BYTES
 from megatron_edit.elastic.copies import CopyHeader
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.plan import RoundState
@@ -125,6 +126,7 @@ class SharedState:
         outer: OuterState,
         common: Mapping[str, Any],
         moment_sizes: Mapping[str, int],
+        counters: Sequence[str] = (),
     ) -> None:
         """Serve copies of the state after a commit.
 
@@ -134,12 +136,15 @@ class SharedState:
             outer: of this rank.
             common: `Host.common_state`.
             moment_sizes: bytes of what `add_moments` will add, by name; empty for nothing.
+            counters: names of the counters in it, in their order.
         """
         outer.wait()
         tensors = tensors_of(outer)
         sizes = (*((name, tensor.nbytes) for name, tensor in tensors.items()),
                  *moment_sizes.items())  # fmt: skip
-        about = json.dumps({"rounds": rounds_to_json(rounds), "common": common})
+        about = json.dumps(
+            {"rounds": rounds_to_json(rounds), "common": common, "counters": list(counters)}
+        )
         header = CopyHeader(rounds.count, digest, about, sizes)
         with self._changed:
             self._header, self._tensors = header, tensors
@@ -155,24 +160,42 @@ def tensors_of(outer: OuterState) -> dict[str, Tensor]:
     }
 
 
-def moments_of(host: Host) -> dict[str, Tensor]:
-    """Copies of the moments and counters of the inner optimizer, in host memory, by name."""
+def moment_sizes(host: Host, num_counters: int) -> dict[str, int]:
+    """Bytes of what `moments_of` returns, by name."""
+    sizes = {
+        f"{kind} {shard.name}": shard.numel * FP32_BYTES
+        for shard in (host.plan.shards if host.num_moment_elements() else ())
+        for kind in ALL_MOMENTS.kinds
+    }
+    return sizes | {COUNTERS: num_counters * torch.float64.itemsize}
+
+
+def moments_of(host: Host, counters: Sequence[str]) -> dict[str, Tensor]:
+    """Copies of the moments of the inner optimizer, and of its counters with these names, in host
+    memory, by name."""
     found: dict[str, Tensor] = {}
     for shard in host.plan.shards:
         for kind in ALL_MOMENTS.kinds:
             values = torch.zeros(shard.numel, dtype=torch.float32)
             host.read_moments(shard, kind, values)
             found[f"{kind} {shard.name}"] = values
-    return found | {COUNTERS: host.inner_counters()}
+    known = host.inner_counters()
+    numbers = [known[name] for name in counters]
+    return found | {COUNTERS: torch.tensor(numbers, dtype=torch.float64)}
 
 
-def set_moments(host: Host, moments: Mapping[str, Tensor]) -> None:
-    """Inverse of `moments_of`, on an inner optimizer that may not have made a step."""
-    host.create_moments()
-    for shard in host.plan.shards:
-        for kind in ALL_MOMENTS.kinds:
-            host.write_moments(shard, kind, moments[f"{kind} {shard.name}"])
-    host.set_inner_counters(moments[COUNTERS])
+def set_moments(host: Host, moments: Mapping[str, Tensor], counters: Sequence[str]) -> None:
+    """Inverse of `moments_of`, on an inner optimizer that may not have made a step, or has loaded
+    the state of other steps; where nothing was copied, its moments are new ones."""
+    if moments.keys() <= {COUNTERS}:
+        host.reset_moments()
+    else:
+        host.create_moments()
+        for shard in host.plan.shards:
+            for kind in ALL_MOMENTS.kinds:
+                host.write_moments(shard, kind, moments[f"{kind} {shard.name}"])
+    if moments:
+        host.set_inner_counters(dict(zip(counters, moments[COUNTERS].tolist(), strict=True)))
 
 
 def writer_to(tensors: Mapping[str, Tensor]) -> Callable[[str, int, bytes], None]:

@@ -36,7 +36,7 @@ def end_rounds(
     own = values[replica]
     if own is not None:
         host.set_moments(FIRST_MOMENT, {"embedding": [0.0] * 13, "final": own})
-    host.counters = [8.0 * (replica + 1), 3.0 + replica]
+    host.counters = {"step": 8.0 * (replica + 1), f"of {replica}": 3.0 + replica}
     host.schedule_position = 10 - replica
     phases = []
     for step in range(1, 6):

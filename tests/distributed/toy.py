@@ -75,7 +75,7 @@ class ToyHost:
     next_lr: float = 1.0
     is_last: bool = False
     begins_final: bool = False
-    counters: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
     is_reset: bool = False
     is_end_requested: bool = False
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
@@ -146,11 +146,11 @@ class ToyHost:
     def num_moment_elements(self) -> int:
         return sum(t.numel() for kind in self.moments.values() for t in kind.values())
 
-    def inner_counters(self) -> Tensor:
-        return torch.tensor(self.counters, dtype=torch.float64)
+    def inner_counters(self) -> dict[str, float]:
+        return self.counters
 
-    def set_inner_counters(self, values: Tensor) -> None:
-        self.counters = values.tolist()
+    def set_inner_counters(self, values: Mapping[str, float]) -> None:
+        self.counters = dict(values)
 
     def reset_moments(self) -> None:
         self.is_reset = True

@@ -60,10 +60,11 @@ def record() -> None:
 
     @wraps(train)
     def spied_train(*args: Any, **kwargs: Any) -> Any:
-        result = train(*args, **kwargs)
-        log["digest"] = parameter_digest(chunks)
-        (out_dir() / f"rank-{rank}.json").write_text(json.dumps(log))
-        return result
+        try:
+            return train(*args, **kwargs)
+        finally:  # also where training ends with `sys.exit`
+            log["digest"] = parameter_digest(chunks)
+            (out_dir() / f"rank-{rank}.json").write_text(json.dumps(log))
 
     training.training_log = spied_log
     training.train = spied_train

@@ -5,7 +5,13 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from tests.host.spy import out_dir
+from tests.host.spy import out_dir, record
+
+
+def record_all() -> None:
+    """Record the step count, and what `spy.record` does."""
+    record()
+    record_first_moments()
 
 
 def record_first_moments() -> None:

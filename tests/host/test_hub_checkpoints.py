@@ -1,22 +1,26 @@
-"""Checkpoints of an elastic run are loaded by runs without a hub, and by stock Megatron.
+"""Checkpoints of an elastic run are loaded by runs without a hub, by stock Megatron, and by
+replicas that return.
 
 Needs torch 2.14. Would catch state that only another elastic run can read, samples that are
-repeated or left out after the load, and a schedule that begins elsewhere.
+repeated or left out after the load, a schedule that begins elsewhere, and a replica that cannot
+copy the state of the others once it has loaded one.
 """
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.harness import Flags, tiny_gpt, train
-from tests.harness.elastic_run import elastic_run
+from tests.harness.elastic_run import ElasticRun, elastic_run
 from tests.harness.torch_groups import HAS_GROUPS
+from tests.host.layouts import LAYOUTS
 from tests.host.runs import EditRun, run_edit, run_stock
 from tests.host.test_elastic import consumed
+from tests.host.test_hub_runs import WARMUP, digests_of, finish
 
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 BATCH, LAST = 12, 40
@@ -89,3 +93,109 @@ def test_stock_megatron_loads_an_elastic_checkpoint(
     assert found.losses[saved.iteration + 1] == pytest.approx(first["loss"], rel=1e-4)
     assert found.consumed_samples[LAST] == LAST * BATCH
     assert found.lr == pytest.approx({step: whole.lr[step] for step in found.lr})
+
+
+OLDER, EQUAL, NEWER = "older", "equal", "newer"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def saved_iteration(saves: Path) -> int:
+    """The iteration of the newest checkpoint; 0 without one."""
+    path = saves / TRACKER
+    return int(path.read_text()) if path.exists() else 0
+
+
+def start_both(run: ElasticRun, **flags: Any) -> None:
+    """Start `a`, which becomes the leader, and `b`."""
+    count = len(run.events("join"))
+    run.start("a", **flags)
+    run.wait_for(lambda: len(run.events("join")) > count)
+    run.start("b", **flags)
+
+
+def kill_both(run: ElasticRun) -> None:
+    """Kill `a` and `b`, and wait until the hub has noticed it."""
+    for name in "ab":
+        run.signal(name, signal.SIGKILL)
+    run.wait_for(lambda: len(run.events("leave")) == 2, 100)
+
+
+def check_return(run: ElasticRun, name: str, members: str, **flags: Any) -> None:
+    """Start a replica while others wait or train: it takes their state, with their step count."""
+    (counter := run.spy_dir(name) / "first-counter.txt").unlink(missing_ok=True)
+    earlier = len(run.events("commit"))
+    run.start(name, **flags)
+    with_it = run.wait_for(
+        lambda: [x for x in run.events("commit")[earlier:] if x["members"] == list(members)]
+    )
+    run.wait_for(counter.exists)
+    first = WARMUP + 4 * with_it[0]["round"]  # steps of the donor before the round of the copy
+    assert first <= float(counter.read_text()) <= first + 4
+    run.wait_for_commits(len(run.events("commit")) + 2)
+
+
+@pytest.mark.parametrize(
+    ("age", "layout"),
+    [
+        (OLDER, "plain"),
+        (EQUAL, "tp2"),
+        (NEWER, "m2"),
+        *(pytest.param(*case, marks=pytest.mark.system)
+          for case in ((EQUAL, "plain"), (NEWER, "plain"), (OLDER, "m2"), (OLDER, "tp2"))),
+    ],
+)  # fmt: skip
+def test_killed_replica_returns_with_a_checkpoint(tmp_path: Path, age: str, layout: str) -> None:
+    """Of an older state than the last commit, of that commit, or of a later one, which is void, as
+    all were lost and have begun again before it. The donor has loaded none, or that older one.
+    Then a third replica without a checkpoint joins."""
+    ranks, more = LAYOUTS[layout]
+    saves, first = tmp_path / "saves", WARMUP + 4
+    flags = {"train_iters": 5000, "global_batch_size": 8, "save_interval": 1, **more}
+    with elastic_run(
+        tmp_path / "run", 2, ranks=ranks, minimum=2, flags=flags,
+        before="tests.host.spy_moments:record_all",
+    ) as run:  # fmt: skip
+        start_both(run, save=saves)
+        if age == NEWER:
+            run.wait_for(lambda: saved_iteration(saves) >= 40)
+            kill_both(run)
+            start_both(run, load=saves, ckpt_step=first)
+            run.wait_for(lambda: len(run.events("open")) == 2)
+        run.wait_for_commits(len(run.events("commit")) + 2)
+        run.signal("b", signal.SIGKILL)
+        run.wait_for(lambda: "a: waiting" in run.ask_hub("status"), 30)
+        last = run.events("commit")[-1]["samples"] // 8
+        loaded = {OLDER: first, EQUAL: last, NEWER: saved_iteration(saves)}[age]
+        assert (loaded > last) is (age == NEWER) and (loaded < last) is (age == OLDER)
+        check_return(run, "b", "ab", load=saves, ckpt_step=loaded)
+        check_return(run, "c", "abc")
+        run.ask_hub("stop")
+        finish(run, "abc")
+        assert f"at iteration {loaded}" in run.starts["b"][-1].log.read_text()
+        assert digests_of(run, "a") == digests_of(run, "b") == digests_of(run, "c")
+
+
+@pytest.mark.parametrize("layout", ["plain", pytest.param("tp2", marks=pytest.mark.system)])
+def test_all_replicas_are_lost_and_return(tmp_path: Path, layout: str) -> None:
+    """With the same command, which has --save and --load, and then one of them is lost again. The
+    donor has loaded an older checkpoint than the one that copies its state, or none."""
+    ranks, more = LAYOUTS[layout]
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 5000, "global_batch_size": 8, "save": saves, "load": saves,
+             "save_interval": 10, **more}  # fmt: skip
+    with elastic_run(
+        tmp_path, 2, ranks=ranks, flags=flags, before="tests.host.spy_moments:record_all"
+    ) as run:
+        start_both(run)
+        run.wait_for(lambda: saved_iteration(saves) >= 20)
+        kill_both(run)
+        start_both(run)
+        run.wait_for(lambda: len(run.events("open")) == 2)
+        before = saved_iteration(saves)
+        run.wait_for(lambda: saved_iteration(saves) > before)
+        run.signal("b", signal.SIGKILL)
+        run.wait_for(lambda: run.events("commit")[-1]["members"] == ["a"])
+        check_return(run, "b", "ab")
+        run.ask_hub("stop")
+        finish(run, "ab")
+        assert digests_of(run, "a") == digests_of(run, "b")

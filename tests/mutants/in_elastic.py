@@ -107,8 +107,8 @@ ELASTIC = (
         id="elastic/fresh-moments",
         bug="a replica that joins does not take the moments that it has copied",
         file="engine/rounds/elastic.py",
-        old="        if self._moments:\n            set_moments",
-        new="        if not self._moments:\n            set_moments",
+        old='        set_moments(self.host, self._moments, about["counters"])\n',
+        new="",
         test=f"{_RUNS}::test_joiner_copies_moments",
     ),
     Mutant(

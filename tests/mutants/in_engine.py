@@ -637,8 +637,8 @@ ENGINE = (
         id="engine/final-phase-keeps-own-counters",
         bug="replicas enter the final phase with different loss scales",
         file="engine/rounds/synchronous.py",
-        old="host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[0])",
-        new="host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[groups.sync.rank])",
+        old="host.set_inner_counters(groups.meeting.all_gather_json(host.inner_counters())[0])",
+        new="groups.meeting.all_gather_json(host.inner_counters())",
         test="distributed/test_phases.py::test_inner_state_is_equal_in_the_final_phase",
     ),
     Mutant(

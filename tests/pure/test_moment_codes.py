@@ -19,9 +19,12 @@ from megatron_edit.engine.plan import Decision
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.host.model.moments import (
     configured_beta2,
+    create,
     num_counted_steps,
+    read_counters,
     read_moment,
     scaled_beta2,
+    write_counters,
     write_moment,
 )
 from megatron_edit.method import codec as codecs
@@ -277,6 +280,47 @@ def test_bias_correction_is_continuous_when_beta2_changes() -> None:
             adam.step()
         assert before - float(weight.detach()) == pytest.approx(0.1, rel=1e-5)
         assert num_counted_steps([inner]) == step + 1
+
+
+def stepped_adam(steps: int, loaded: int | None) -> tuple[Any, list[torch.nn.Parameter]]:
+    """torch's Adam with two parameter groups after some steps; where it has loaded a checkpoint,
+    Megatron has put that step count into the groups."""
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    adam = torch.optim.AdamW([{"params": weights[:2]}, {"params": weights[2:]}])
+    inner: Any = anything(optimizer=adam, param_groups=adam.param_groups)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.ones(2)
+        adam.step()
+    if loaded is not None:
+        for group in adam.param_groups:
+            group["step"] = loaded
+    return inner, weights
+
+
+@pytest.mark.parametrize(("steps", "loaded"), [(0, None), (3, None), (20, 20), (40, 20)])
+@pytest.mark.parametrize("donor_loaded", [None, 7])
+def test_counters_are_known_by_name(
+    steps: int, loaded: int | None, donor_loaded: int | None
+) -> None:
+    """One replica has loaded a checkpoint and the other one has not, or another one. Would catch
+    counters that are matched by their order, and one that stays where a donor has none."""
+    donor, _ = stepped_adam(30, donor_loaded)
+    scale = anything(_growth_tracker=5, _hysteresis_tracker=1, _scale=torch.tensor([1024.0]))
+    other = anything(_growth_tracker=0, _hysteresis_tracker=2, _scale=torch.tensor([8.0]))
+    donor.grad_scaler = scale
+    joiner, weights = stepped_adam(steps, loaded)
+    joiner.grad_scaler = other
+    create([joiner])
+    copied = read_counters([donor])
+    assert len(copied) == 3 + 3 + 2 * (donor_loaded is not None)
+    write_counters([joiner], copied)
+    assert read_counters([joiner]) == copied and num_counted_steps([joiner]) == 30
+    groups = [group.get("step") for group in joiner.optimizer.param_groups]
+    assert groups == [donor_loaded] * 2
+    counts = [joiner.optimizer.state[weight]["step"] for weight in weights]
+    assert all(isinstance(count, Tensor) and count == 30 for count in counts)
+    assert (other._growth_tracker, other._hysteresis_tracker, float(other._scale)) == (5, 1, 1024)
 
 
 def test_weight_decay_is_independent_of_bias_correction() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_edit.comm.collectives import Work
-from megatron_edit.constants import FP32_BYTES
 from megatron_edit.elastic.copies import CopyHeader, CopyMovedError, fetch
 from megatron_edit.elastic.messages import Heal, Ready
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
@@ -27,6 +26,7 @@ from megatron_edit.engine.rounds.trigger import MeetingPlan
 from megatron_edit.engine.shared_state import (
     COUNTERS,
     SharedState,
+    moment_sizes,
     moments_of,
     rounds_from_json,
     set_moments,
@@ -42,7 +42,6 @@ from megatron_edit.engine.sync.syncs import CheckedSync
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.method.digest import as_hex, combine
 from megatron_edit.method.ledger import runs_of
-from megatron_edit.method.moments import ALL_MOMENTS
 
 
 class RoundAttempt:
@@ -204,6 +203,7 @@ class ElasticRounds:
     _copied: CopyHeader | None = None
     _moments: dict[str, torch.Tensor] = field(default_factory=dict)
     _outer: OuterState | None = None
+    _counters: tuple[str, ...] = ()  # of the inner optimizer, by name, in the order of a copy
 
     def __post_init__(self) -> None:
         self.membership.on_idle = self._serve_moments
@@ -322,11 +322,10 @@ class ElasticRounds:
         units, _ = replica_digests(plan, self.groups, outer.digests(plan.shards))
         if (found := "-".join(map(as_hex, units))) != digest:
             return False
-        if self._moments:
-            set_moments(self.host, self._moments)
+        about = json.loads(header.about)
+        set_moments(self.host, self._moments, about["counters"])
         self.syncs.begin(outer)
         self.syncs.set_parameters_to_anchor()
-        about = json.loads(header.about)
         rounds = rounds_from_json(about["rounds"])
         assert rounds.assignment is not None, "rounds without assigned blocks"
         consumed, self.digest = rounds.assignment.num_consumed, found
@@ -337,16 +336,13 @@ class ElasticRounds:
 
     def _publish(self) -> None:
         common, sizes = self.host.common_state(), dict[str, int]()
-        if self.parts.copies_moments and self.host.num_moment_elements():
-            sizes = {
-                f"{kind} {shard.name}": shard.numel * FP32_BYTES
-                for shard in self.host.plan.shards
-                for kind in ALL_MOMENTS.kinds
-            } | {COUNTERS: self.host.inner_counters().nbytes}
-        outer = self.syncs.outer
-        self.parts.shared.publish(self.state.rounds, self.digest, outer, common, sizes)
+        if self.parts.copies_moments:
+            self._counters = tuple(self.host.inner_counters())
+            sizes = moment_sizes(self.host, len(self._counters))
+        rounds, outer = self.state.rounds, self.syncs.outer
+        self.parts.shared.publish(rounds, self.digest, outer, common, sizes, self._counters)
 
     def _serve_moments(self) -> None:
         """Let a replica that copies the state have the moments, too, as they are now."""
         if self.parts.shared.wants_moments:
-            self.parts.shared.add_moments(moments_of(self.host))
+            self.parts.shared.add_moments(moments_of(self.host, self._counters))

@@ -216,7 +216,7 @@ def equalize_counters(host: Host, groups: EngineGroups) -> None:
 
     Collective: the sync group. Mutates: the host's inner optimizers.
     """
-    host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[0])
+    host.set_inner_counters(groups.meeting.all_gather_json(host.inner_counters())[0])
 
 
 def equalize_schedule(host: Host, groups: EngineGroups) -> None:
@@ -233,9 +233,8 @@ def equalize_schedule(host: Host, groups: EngineGroups) -> None:
 
 
 def _have_same_moments(host: Host, groups: EngineGroups) -> bool:
-    """Whether the inner optimizers of all replicas have the same number of moments and counters."""
-    sizes = torch.tensor([host.num_moment_elements(), len(host.inner_counters())])
-    table = groups.meeting.all_gather(sizes)
+    """Whether the inner optimizers of all replicas have the same number of moments."""
+    table = groups.meeting.all_gather(torch.tensor([host.num_moment_elements()]))
     return bool((table == table[0]).all())
 
 

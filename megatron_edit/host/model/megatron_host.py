@@ -21,16 +21,15 @@ from megatron_edit.host.model.counters import TrainingCounters, is_end_requested
 from megatron_edit.host.model.gradients import GradientPlace, gradient_places, gradient_shards
 from megatron_edit.host.model.moments import (
     configured_beta2,
-    counters_of,
     create,
     loss_scale_of,
     num_counted_steps,
     num_moment_elements,
-    read_counter,
+    read_counters,
     read_moment,
     reset,
     scaled_beta2,
-    write_counter,
+    write_counters,
     write_moment,
     zero_nonfinite,
 )
@@ -305,16 +304,13 @@ class MegatronHost:
         params = (param for shard in self.plan.shards for param in shard.params)
         return sum(num_moment_elements(self._inner, param.source) for param in params)
 
-    def inner_counters(self) -> Tensor:
-        """Return float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""
-        return torch.tensor(
-            [read_counter(p) for p in counters_of(self._inner)], dtype=torch.float64
-        )
+    def inner_counters(self) -> dict[str, float]:
+        """Return step counters and dynamic loss scales of Megatron's optimizers, by name."""
+        return read_counters(self._inner)
 
-    def set_inner_counters(self, values: Tensor) -> None:
-        """Set the counters to values from `inner_counters` of a replica, float64 [n]."""
-        for place, value in zip(counters_of(self._inner), values.tolist(), strict=True):
-            write_counter(place, value)
+    def set_inner_counters(self, values: Mapping[str, float]) -> None:
+        """Make the counters those of a replica; one that it does not have is removed."""
+        write_counters(self._inner, values)
 
     @property
     def is_end_requested(self) -> bool:

@@ -105,7 +105,7 @@ def scaled_beta2(
     """
     more = extra_steps(common_steps, num_replicas)
     groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
-    counters = list(_step_counters(optimizers))
+    counters = [owner for owner in _step_owners(optimizers).values() if "step" in owner]
     step = _largest_count(counters) + 1
     given = [group.copy() for group in groups]
     for group in groups:
@@ -130,23 +130,28 @@ def scaled_beta2(
 
 def num_counted_steps(optimizers: Iterable[InnerOptimizer]) -> int:
     """Return Adam's step count; 0 before the first step, or without parameters."""
-    return _largest_count(_step_counters(optimizers))
+    return _largest_count(o for o in _step_owners(optimizers).values() if "step" in o)
 
 
 def _largest_count(counters: Iterable[Any]) -> int:
     return max((int(owner["step"]) for owner in counters), default=0)
 
 
-def _step_counters(optimizers: Iterable[InnerOptimizer]) -> Iterator[Any]:
-    """Yield the dicts with a step count `step`, of groups and of main shards' states, in the same
-    order on all replicas."""
-    for inner in optimizers:
-        if (optimizer := inner.optimizer) is None:
-            continue
-        for part in getattr(optimizer, "sub_optimizers", (optimizer,)):
-            for group in part.param_groups:
+def _step_owners(optimizers: Iterable[InnerOptimizer]) -> dict[str, Any]:
+    """Return the dicts that may have a step count `step`: groups, and states of main shards.
+
+    Their names are equal on all replicas. Which of them have one is not: Megatron adds one to the
+    groups of torch's Adam, which counts in its states, when it loads a checkpoint.
+    """
+    owners: dict[str, Any] = {}
+    for i, inner in enumerate(optimizers):
+        optimizer = inner.optimizer
+        for j, part in enumerate(getattr(optimizer, "sub_optimizers", (optimizer,))):
+            for k, group in enumerate(() if part is None else part.param_groups):
+                owners[f"{i}.{j}.{k}"] = group
                 states = (part.state.get(main, {}) for main in group["params"])
-                yield from (owner for owner in (group, *states) if "step" in owner)
+                owners |= {f"{i}.{j}.{k}.{m}": state for m, state in enumerate(states)}
+    return owners
 
 
 def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
@@ -172,12 +177,10 @@ def create(optimizers: Sequence[InnerOptimizer]) -> None:
     for inner in optimizers:
         if (optimizer := inner.optimizer) is None or num_counted_steps([inner]):
             continue
-        mains = [main for group in optimizer.param_groups for main in group["params"]]
-        for main in mains:
-            if main.numel():
-                main.grad = torch.zeros_like(main)
-                if hasattr(main, "decoupled_grad"):
-                    main.decoupled_grad = main.grad
+        for main in (main for group in optimizer.param_groups for main in group["params"]):
+            main.grad = torch.zeros_like(main)
+            if hasattr(main, "decoupled_grad"):
+                main.decoupled_grad = main.grad
         stepped = cast(torch.optim.Optimizer, optimizer)
         stepped.step()
         stepped.zero_grad()
@@ -236,19 +239,40 @@ def _moments(state: ParamState) -> Iterator[Tensor]:
             yield value
 
 
-def counters_of(optimizers: Sequence[InnerOptimizer]) -> list[tuple[Any, str]]:
-    """Return the places of all counters, for `read_counter` and `write_counter`.
+def read_counters(optimizers: Sequence[InnerOptimizer]) -> dict[str, float]:
+    """Return step counts of groups and of shards, and scale and trackers of dynamic loss scaling.
 
     Args:
         optimizers: Megatron's optimizers.
 
     Returns:
-        Dict and key of each number: step counters of groups and of shards, and scale and trackers
-        of dynamic loss scaling.
+        By names that are equal on all replicas.
     """
-    places = [(owner, "step") for owner in _step_counters(optimizers)]
-    for scaler in _dynamic_scalers(optimizers):
-        places += [(vars(scaler), name) for name in _SCALER]
+    places = _counter_places(optimizers).items()
+    return {name: float(owner[key]) for name, (owner, key) in places if key in owner}
+
+
+def write_counters(optimizers: Sequence[InnerOptimizer], values: Mapping[str, float]) -> None:
+    """Set the counters to those of a replica, keeping their types; remove those it does not have.
+
+    Args:
+        optimizers: Megatron's optimizers.
+        values: `read_counters` of that replica.
+    """
+    for name, (owner, key) in _counter_places(optimizers).items():
+        if name not in values:
+            owner.pop(key, None)
+        elif isinstance(owner.get(key), Tensor):
+            owner[key].fill_(values[name])
+        else:
+            owner[key] = type(owner.get(key, 0))(values[name])
+
+
+def _counter_places(optimizers: Sequence[InnerOptimizer]) -> dict[str, tuple[Any, str]]:
+    """Return dict and key of each counter that there may be, by name."""
+    places = {f"step {name}": (owner, "step") for name, owner in _step_owners(optimizers).items()}
+    for number, scaler in enumerate(_dynamic_scalers(optimizers)):
+        places |= {f"{name} {number}": (vars(scaler), name) for name in _SCALER}
     return places
 
 
@@ -264,18 +288,3 @@ def _dynamic_scalers(optimizers: Sequence[InnerOptimizer]) -> Iterator[Any]:
         scaler = getattr(inner, "grad_scaler", None)
         if hasattr(scaler, "_growth_tracker"):
             yield scaler
-
-
-def read_counter(place: tuple[Any, str]) -> float:
-    """Return the number at a place."""
-    owner, name = place
-    return float(owner[name])
-
-
-def write_counter(place: tuple[Any, str], value: float) -> None:
-    """Set the number at a place, keeping its type."""
-    owner, name = place
-    if isinstance(owner[name], Tensor):
-        owner[name].fill_(value)
-    else:
-        owner[name] = type(owner[name])(value)
