@@ -21,10 +21,9 @@ def template_files() -> dict[str, Path]:
 
 
 def _in_checkout(root: Path) -> tuple[Path, list[str]]:
-    """Return the root, and what pyproject.toml adds to the package in a wheel."""
+    """Return the root, and the files and folders that setup.py adds to the package in a wheel."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
-    return root, [place.lstrip("/") for place in included if place != f"/{PACKAGE.name}"]
+    return root, project["tool"]["megatron_edit"]["templates"]
 
 
 def _files(place: Path) -> Iterator[Path]:

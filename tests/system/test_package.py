@@ -1,7 +1,8 @@
 """The distribution: sdist and wheel build, and an installed wheel trains without this repository.
 
-Would catch: a data file, package or module that the wheel lacks, a command that is not installed,
-and a command of `megatron-edit init` that does not work.
+Would catch: a data file, package or module that the wheel lacks, a file of an earlier build that
+gets into it, a command that is not installed, and a command of `megatron-edit init` that does not
+work.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tests.harness.launch import REPOSITORY
 
 SOURCES = ("megatron_edit", "configs", "docs", "patches", "recipes", "scripts")
 ROOT_FILES = ("README.md", "LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff")
-FILES = ("pyproject.toml", "constraints.txt", *ROOT_FILES)
+FILES = (".gitignore", "MANIFEST.in", "constraints.txt", "pyproject.toml", "setup.py", *ROOT_FILES)
+# What a build, or an import, may have left in a checkout.
+JUNK = ("build/lib/megatron_edit/old.py", "megatron_edit/gone/__pycache__/old.cpython-312.pyc")
 CLONE = "MEGATRON_LM_DIR"
 # Appended to the training that `init` prints.
 SHORT = (
@@ -47,43 +50,85 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build the sdist and the wheel from it, in a copy, as a build leaves files."""
-    folder = tmp_path_factory.mktemp("package")
-    source = folder / "source"
-    junk = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in SOURCES:
-        shutil.copytree(REPOSITORY / name, source / name, ignore=junk)
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, source / name)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy this repository, without what git ignores; add what an earlier build may have left."""
+    folder = tmp_path_factory.mktemp("package") / "source"
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, run(git, REPOSITORY).stdout.split("\0")):
+        if (REPOSITORY / name).is_file():  # not just deleted
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, folder / name)
+    for name in JUNK:
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    (folder / "megatron_edit.egg-info").mkdir()
+    old_files = "tests/conftest.py\nmegatron_edit/README.txt\n"
+    (folder / "megatron_edit.egg-info" / "SOURCES.txt").write_text(old_files)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distributions(source: Path) -> tuple[Path, Path]:
+    """Build the sdist, and the wheel from it."""
     done = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "../dist"], source)
     assert done.returncode == 0, done.stderr[-4000:]
-    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    folder = source.parent / "dist"
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
 
 
-def test_sdist_and_wheel_have_all_files(distributions: tuple[Path, Path]) -> None:
+def test_sdist_and_wheel_have_all_files(source: Path, distributions: tuple[Path, Path]) -> None:
     """Both have every file of the package; the wheel also those of `init`, the sdist the rest."""
     sdist, wheel = distributions
-    package = {
-        path.relative_to(REPOSITORY).as_posix()
-        for path in (REPOSITORY / "megatron_edit").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    copied = set(template_files())
-    folders = [REPOSITORY / name for name in ("configs", "recipes", "scripts/slurm")]
-    expected = {path.relative_to(REPOSITORY).as_posix() for folder in folders
-                for path in folder.rglob("*") if path.is_file()}  # fmt: skip
-    assert expected | {"scripts/pretrain_gpt.py", "scripts/prepare_corpus.py"} <= copied
+    files = _files_of(source)
+    package = {name for name in files if name.startswith("megatron_edit/")}
+    copied = set(template_files()) & files
+    folders = ("configs/", "recipes/", "scripts/slurm/")
+    assert {name for name in files if name.startswith(folders)} < copied
+    assert {"scripts/pretrain_gpt.py", "scripts/prepare_corpus.py"} < copied
+    assert _wheel_files(wheel) == package | {f"megatron_edit/templates/{name}" for name in copied}
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    info = {name for name in names if name.startswith(f"megatron_edit-{__version__}.dist-info/")}
-    assert names - info == package | {f"megatron_edit/templates/{name}" for name in copied}
-    assert any(name.endswith("/licenses/LICENSE") for name in info)
+        assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
     with tarfile.open(sdist) as archive:
-        members = {member.name.partition("/")[2] for member in archive.getmembers()}
-    assert (package | copied) - members == set()
-    assert {"constraints.txt", "scripts/setup.sh", "docs/flags.md", *ROOT_FILES} <= members
+        members = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    of_folders = {name for name in files if name.partition("/")[0] in SOURCES}
+    assert members == {*of_folders, *FILES, "PKG-INFO", "setup.cfg"}
+
+
+def test_checkout_installs_without_isolation(
+    source: Path, distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """`pip install .` has the files of the wheel, an editable install those of the checkout."""
+    files = _files_of(source)
+    python = _environment(tmp_path / "clean")
+    _borrow_packages(python)
+    program = "from megatron_edit.tools import templates as t; print(*t.template_files().values())"
+    for words, root in (
+        ((), Path(_site(python)) / "megatron_edit" / "templates"),
+        (("--editable",), source),
+    ):
+        _install(python, source, "--no-build-isolation", "--no-deps", *words)
+        done = run([str(python), "-c", program], tmp_path)
+        assert done.stdout.split() == [str(root / name) for name in sorted(template_files())], done
+    assert _files_of(source) == files
+    done = run([sys.executable, "-m", "build", "--no-isolation", "-w", "-o", "../again"], source)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (wheel,) = (source.parent / "again").glob("*.whl")
+    assert _wheel_files(wheel) == _wheel_files(distributions[1])
+
+
+def _files_of(source: Path) -> set[str]:
+    """Return the files of a checkout, without bytecode and what an earlier build has left."""
+    files = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    left = ("__pycache__", "build", "megatron_edit.egg-info")
+    return {path.as_posix() for path in files if not set(left) & set(path.parts)}
+
+
+def _wheel_files(wheel: Path) -> set[str]:
+    """Return the files of a wheel, without those of its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    return {name for name in names if not name.startswith(f"megatron_edit-{__version__}.dist-info")}
 
 
 def test_metadata_leaves_megatron_to_an_extra(distributions: tuple[Path, Path]) -> None:
@@ -95,7 +140,7 @@ def test_metadata_leaves_megatron_to_an_extra(distributions: tuple[Path, Path]) 
     always = {re.split(r"[<>=;]", name)[0]: name for name in required if "extra ==" not in name}
     assert set(always) == {"torch", "numpy", "einops", "psutil", "pybind11"}
     assert "==" not in always["torch"] and {"<", ">"} <= set(always["torch"])
-    assert any(name.startswith("megatron-core<") and "'megatron'" in name for name in required)
+    assert any(name.startswith("megatron-core<") and '"megatron"' in name for name in required)
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
     citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {__version__}\n" in citation
@@ -105,9 +150,7 @@ def test_metadata_leaves_megatron_to_an_extra(distributions: tuple[Path, Path]) 
 def test_wheel_trains_without_repository(distributions: tuple[Path, Path], tmp_path: Path) -> None:
     """In an environment with its requirements, the wheel needs no file of this repository."""
     python = _environment(tmp_path / "clean")
-    # Packages of the tests' environment without its .pth files, which lead to this repository.
-    packages = [path for path in sys.path if path.endswith("-packages")]
-    (Path(_site(python)) / "base.pth").write_text("\n".join(packages))
+    _borrow_packages(python)
     _install(python, distributions[1], "--no-deps")
     _assert_installed(python, tmp_path)
     other = tmp_path / "other"  # a package that hides Megatron
@@ -142,6 +185,12 @@ def _environment(folder: Path) -> Path:
     done = run([sys.executable, "-m", "venv", str(folder)], folder.parent)
     assert done.returncode == 0, done.stderr
     return folder / "bin" / "python"
+
+
+def _borrow_packages(python: Path) -> None:
+    """Add those of the tests' environment, without .pth files, which lead to this repository."""
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    (Path(_site(python)) / "base.pth").write_text("\n".join(packages))
 
 
 def _site(python: Path) -> str:

@@ -186,11 +186,13 @@ def test_apptainer_definition_has_valid_sections() -> None:
 
 
 def test_images_get_the_files_that_their_commands_use() -> None:
-    """Would catch a folder of a documented command that is not sent to the build."""
+    """Would catch a folder of a documented command, or of pip's build, that an image lacks."""
     ignored = (RECIPES / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     sent = {line[1:] for line in ignored if line.startswith("!")}
-    assert sent >= {"LICENSE", "README.md", "configs", "megatron_edit", "pyproject.toml", "recipes",
-                    "scripts"}  # fmt: skip
+    needed = {"LICENSE", "README.md", "configs", "megatron_edit", "pyproject.toml", "recipes",
+              "scripts", "setup.py"}  # fmt: skip
+    copied = sections_of((RECIPES / "apptainer.def").read_text(encoding="utf-8"))["files"]
+    assert needed <= sent and needed <= set(copied.split())
     assert all((REPOSITORY / name).exists() for name in sent)
 
 
