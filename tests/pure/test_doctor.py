@@ -107,6 +107,7 @@ def test_table_aligns_findings_and_remedies() -> None:
     [
         (["--shared-dir", "/nowhere/at/all"], "is not a folder"),
         (["--megatron", "/nowhere"], "is not a folder"),
+        (["--megatron", "/"], "--megatron /: is not a folder with megatron/core"),
         (["--parameters", "0"], "must be positive"),
         (["--step-seconds", "nan"], "must be positive"),
         (["--edit-num-replicas", "x"], "--edit-num-replicas"),

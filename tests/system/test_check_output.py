@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +143,26 @@ def test_script_without_megatron_loop_is_refused(
     """As in a launch: otherwise its replicas would silently train separately."""
     code, errors, _ = outputs["alone"]
     assert code == 2 and "did not train through megatron.training.pretrain" in errors
+
+
+@pytest.mark.timeout(300)
+def test_command_finds_clone_in_current_folder(tmp_path: Path) -> None:
+    """As a launch there does. Would catch a report on the wheel that is also installed."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations is not None
+    clones = tmp_path / "one", tmp_path / "two"
+    for clone in clones:
+        clone.mkdir()
+        (clone / "megatron").symlink_to(next(iter(spec.submodule_search_locations)))
+        shutil.copy(SCRIPT, clone)
+    one, two = (clone / SCRIPT.name for clone in clones)
+    for words, found in (
+        (["doctor"], f" in {one.parent}, supported as "),
+        (["doctor", str(two)], f" in {two.parent}, supported as "),
+        (["check", *edit_flags(2), "--world-size", "2"], f"checked with Megatron's, {one}\n"),
+    ):
+        command = [str(Path(sys.executable).with_name("megatron-edit")), *words]
+        done = subprocess.run(
+            command, cwd=one.parent, capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == 0 and found in done.stdout, done

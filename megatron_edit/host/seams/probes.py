@@ -145,8 +145,13 @@ def megatron_version() -> str:
             "pip install 'megatron_edit[megatron]'",
         ) from None
     version: str = info.__version__
-    is_clone = Path(info.__file__ or "").parents[2].joinpath(".git").exists()
+    is_clone = megatron_folder().joinpath(".git").exists()
     return version if is_clone else version.partition("+")[0]
+
+
+def megatron_folder() -> Path:
+    """Return the clone, or the folder of installed packages, that has Megatron."""
+    return Path(importlib.import_module("megatron.core.package_info").__file__ or "").parents[2]
 
 
 def host_name() -> str:

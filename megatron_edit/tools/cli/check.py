@@ -20,7 +20,7 @@ from megatron_edit.flags import AUTO, USE_EDIT, flag, parse_endpoint
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import host_list
-from megatron_edit.tools.cli.common import option
+from megatron_edit.tools.cli.common import option, search_megatron_as_launch
 from megatron_edit.tools.cli.words import (
     SCRIPT,
     SharedValues,
@@ -93,6 +93,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 def _script_of_clone() -> Path | None:
     """Return `pretrain_gpt.py` of Megatron's clone; None where Megatron is a wheel, or missing."""
+    search_megatron_as_launch(None)
     spec = importlib.util.find_spec("megatron")  # imports nothing
     places = () if spec is None else spec.submodule_search_locations or ()
     scripts = (Path(place).parent / "pretrain_gpt.py" for place in places)
@@ -153,9 +154,7 @@ def check_script(
     placement = None
     if config.use_edit:
         placement = place(replicas, replica, environment)
-    # The script's folder first, as in a launch: a clone takes precedence over a wheel.
-    if script is not None and (folder := str(script.resolve().parent)) not in sys.path:
-        sys.path.insert(0, folder)
+    search_megatron_as_launch(None if script is None else script.parent)
     from megatron_edit.host.checking import check_command_line
 
     return check_command_line(script, list(words), config, placement, world_size)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_edit.errors import UsageError, to_one_line
@@ -33,6 +35,20 @@ def refuse_rest(command: str, rest: Sequence[str]) -> None:
         raise UsageError(
             " ".join(rest), f"is not an argument of {command}", f"see {command} --help"
         )
+
+
+def search_megatron_as_launch(folder: Path | None) -> None:
+    """Search for Megatron in the script's folder, then in the current one, as a launch does.
+
+    `python -m`, by which `torchrun` starts the launcher, has the current folder on its path; the
+    command `megatron-edit` has not, and would find an installed wheel instead of a clone.
+
+    Args:
+        folder: of the script; None without one.
+    """
+    first = [] if folder is None else [str(folder.resolve())]
+    first += [] if sys.flags.safe_path else [""]
+    sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
 
 
 def check_installed(*names: str) -> None:

@@ -21,7 +21,7 @@ from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import RESERVED_PREFIXES, USE_EDIT, flag
-from megatron_edit.tools.cli.common import option
+from megatron_edit.tools.cli.common import option, search_megatron_as_launch
 from megatron_edit.tools.cli.hub import parse_address
 from megatron_edit.tools.cli.words import (
     NUM_REPLICAS,
@@ -59,7 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", metavar="FILE", help=f"the hub's secret (default: {TOKEN_VARIABLE})"
     )
-    parser.add_argument("--megatron", metavar="DIR", help="a clone (default: as installed)")
+    parser.add_argument(
+        "--megatron", metavar="DIR",
+        help="a clone (default: as a launch: next to SCRIPT, in the current folder, installed)",
+    )  # fmt: skip
     parser.add_argument("--no-host", action="store_true", help="do not import Megatron")
     parser.add_argument("--parameters", type=float, default=1e9, help="of the model (default: 1e9)")
     parser.add_argument(
@@ -106,7 +109,10 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     launch = Launch.of(_words(edit_flags, training), os.environ)
     # Before the measurements, as it is slow: rank 0 must report failures before others exit.
     here = _here() if launch.is_first else []
-    host = list(_host(options.megatron)) if launch.is_first and not options.no_host else []
+    host = []
+    if launch.is_first and not options.no_host:
+        folder = options.megatron or (command.script and Path(command.script).parent)
+        host = list(_host(None if folder is None else Path(folder)))
     report = examine(
         launch,
         folder=None if options.shared_dir is None else Path(options.shared_dir),
@@ -154,12 +160,13 @@ def _check(options: Namespace, training: EditConfig, step_seconds: float) -> Hub
             raise UsageError(f"{option(name)} {number}", "must be positive", "give another")
     if os.environ.get("RANK", "0") != "0" or training.replica_id not in (None, 0):
         return None  # other machines may not have the folder: the launch checks it
-    for name in ("shared_dir", "megatron"):
+    for name, holds, rule in (
+        ("shared_dir", "", "is not a folder on this machine"),
+        ("megatron", "megatron/core", "is not a folder with megatron/core on this machine"),
+    ):
         folder = getattr(options, name)
-        if folder is not None and not Path(folder).is_dir():
-            raise UsageError(
-                f"{option(name)} {folder}", "is not a folder on this machine", "give one that is"
-            )
+        if folder is not None and not Path(folder, holds).is_dir():
+            raise UsageError(f"{option(name)} {folder}", rule, "give one that is")
     address, token_file = options.hub or training.hub, options.token_file
     if address is None:
         if token_file is not None:
@@ -198,24 +205,31 @@ def _interfaces(*, is_single_host: bool) -> Iterator[DoctorFinding]:
     )
 
 
-def _host(folder: str | None) -> Iterator[DoctorFinding]:
-    """Yield findings on Megatron's version and symbols. Imports it, if needed for the CPU."""
+def _host(folder: Path | None) -> Iterator[DoctorFinding]:
+    """Yield findings on Megatron's version and symbols. Imports it, if needed for the CPU.
+
+    Args:
+        folder: to search first: the one given, or that of the training's script.
+    """
     from megatron_edit.host.cpu import enable_cpu_backend
     from megatron_edit.host.seams.patching import Patcher
-    from megatron_edit.host.seams.probes import PROBES, failed_probes, megatron_version
+    from megatron_edit.host.seams.probes import (
+        PROBES,
+        failed_probes,
+        megatron_folder,
+        megatron_version,
+    )
     from megatron_edit.versions import release_of
 
-    if folder is not None:
-        sys.path.insert(0, str(Path(folder).resolve()))
+    search_megatron_as_launch(folder)
     patcher = Patcher("the host")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron's, on missing packages
             enable_cpu_backend(patcher)
-            release = release_of(megatron_version())
-            yield DoctorFinding(
-                "megatron-core", f"{megatron_version()}, supported as {release.tag}"
-            )
+            version = megatron_version()
+            value = f"{version} in {megatron_folder()}, supported as {release_of(version).tag}"
+            yield DoctorFinding("megatron-core", value)
             failed = failed_probes()
     except (UsageError, ImportError) as error:
         yield DoctorFinding("megatron-core", str(error), Level.BAD, "see docs/support.md")
