@@ -6,22 +6,30 @@ Makes the same checks as a launch, except for the checksums of files and the sha
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from megatron_edit.checkpoint.files import REMEDY, check_sizes
 from megatron_edit.checkpoint.folder import FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.choosing import check_manifest, find
+from megatron_edit.host.checkpoint.choosing import Choice, check_manifest, find
 from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
 from megatron_edit.host.checkpoint.loading import checked_plan, resuming_run
 from megatron_edit.host.checkpoint.refusals import (
     check_pending,
+    check_rates,
     check_rounds,
     check_samples,
     check_schedule,
+    parameters_only,
 )
+from megatron_edit.host.checkpoint.summary import dropped_state
+from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.schedule import last_local
 
@@ -48,25 +56,44 @@ def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> st
         found = find(args, repairs=False)
         if found is None:
             return f"{args.load} has no checkpoint: training starts from step 0"
+        manifest = None
         if found.has_manifest and sync_mode is not None:
-            _check_replicas(found, args, config, sync_mode)
+            manifest = _checked_manifest(found, args, config, sync_mode)
         else:
             _check_stock(found.path, args)
+        check_rates(found.path, args, _schedule_state(args))
     except OSError as error:
         raise UsageError(
             f"--load {args.load}", f"cannot be used ({error.strerror}: {error.filename})", REMEDY
         ) from error
+    if flag := parameters_only(args):
+        return dropped_state(Choice(found.path, found.iteration, manifest), flag)
     return f"{found.path} (model and file sizes compared; checksums are left to the launch)"
 
 
-def _check_replicas(
+def _schedule_state(args: Namespace) -> Mapping[str, object]:
+    """Return the state of the learning-rate schedule that Megatron would make."""
+    from megatron.training import global_vars, training
+
+    patcher = Patcher("the host")
+    try:
+        patcher.replace(global_vars, "_GLOBAL_ARGS", copy(args))
+        patcher.replace(training, "update_train_iters", lambda args: None)  # for the loop only
+        schedule = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+        return cast(Mapping[str, object], schedule.state_dict())
+    finally:
+        patcher.undo()
+
+
+def _checked_manifest(
     found: FoundCheckpoint, args: Namespace, config: EditConfig, sync_mode: str
-) -> None:
+) -> Manifest:
     manifest = read_manifest(found.path)
     check_manifest(found.path, manifest, args)
     check_sizes(found.path, manifest.files)
-    if not args.finetune and not args.no_load_optim:
+    if not parameters_only(args):
         _check_resume(found.path, manifest, args, config, sync_mode)
+    return manifest
 
 
 def _check_resume(

@@ -38,6 +38,7 @@ from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import RankPieces
+from megatron_edit.host.checkpoint.param_groups import patch_param_groups
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
@@ -160,6 +161,7 @@ class TrainingLoop:
 
         self._redirection.attach(self._patcher)
         self._write_errors.attach(self._patcher)
+        patch_param_groups(self._patcher)
         wrapped_pretrain = handled_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)

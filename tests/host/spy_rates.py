@@ -30,3 +30,19 @@ def record_rates() -> None:
             file.write(json.dumps(line) + "\n")
 
     EditEngine.before_step = spied  # type: ignore[method-assign]
+
+
+def halve_rates() -> None:
+    """Halve all rates of Megatron's schedule after the step `SPY_STEP`, of eight samples."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    step, first = OptimizerParamScheduler.step, 8 * int(os.environ["SPY_STEP"])
+
+    def spied(self: OptimizerParamScheduler, increment: int) -> None:
+        if self.num_steps < first <= self.num_steps + increment:
+            self.start_wd, self.end_wd = self.start_wd / 2, self.end_wd / 2
+            for group in self.optimizer.param_groups:
+                group.update({name: group[name] / 2 for name in ("max_lr", "min_lr")})
+        step(self, increment)
+
+    OptimizerParamScheduler.step = spied

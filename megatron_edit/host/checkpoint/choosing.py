@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.fingerprint import check_same_model
+from megatron_edit.host.checkpoint.refusals import check_rates, parameters_only
 from megatron_edit.observe.console import say
 
 
@@ -33,15 +34,20 @@ class Choice:
     manifest: Manifest | None
 
 
-def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
+def choose(world: ReplicaWorld, args: Namespace, schedule: Mapping[str, object]) -> Choice | None:
     """Choose and verify a checkpoint under `--load`; None where there is none.
 
     Every rank verifies a part of its files. Collective: all ranks of all replicas.
 
+    Args:
+        world: of these ranks.
+        args: Megatron's.
+        schedule: state of Megatron's learning-rate schedule.
+
     Raises:
         UsageError: what was chosen cannot be loaded; on every rank.
     """
-    text = world.shared_text("load/choice", lambda: _choose_as_json(args))
+    text = world.shared_text("load/choice", lambda: _choose_as_json(args, schedule))
     chosen = json.loads(text)
     found: list[Choice] = []
 
@@ -98,10 +104,12 @@ def _error_json(error: Exception, what: str = "--load") -> str:
     )
 
 
-def _choose_as_json(args: Namespace) -> str:
+def _choose_as_json(args: Namespace, schedule: Mapping[str, object]) -> str:
     """Return the choice as JSON: an object, null, or the three parts of an error."""
     try:
         found = find(args)
+        if found is not None:
+            check_rates(found.path, args, schedule)
     except Exception as error:  # the others wait for the answer
         return _error_json(error)
     if found is None:
@@ -161,7 +169,7 @@ def check_manifest(path: Path, manifest: Manifest, args: Namespace) -> None:
         UsageError: it is one.
     """
     saved = dict(manifest.model)
-    if args.finetune or args.no_load_optim:
+    if parameters_only(args):
         saved.pop("optimizer", None)  # only the parameters are loaded
     check_same_model(path, saved, args)
 

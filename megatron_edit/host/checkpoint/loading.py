@@ -32,6 +32,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_rounds,
     check_samples,
     check_schedule,
+    parameters_only,
 )
 from megatron_edit.host.checkpoint.replica_local import (
     RankShards,
@@ -41,7 +42,7 @@ from megatron_edit.host.checkpoint.replica_local import (
     load_pending,
 )
 from megatron_edit.host.checkpoint.round_state import choice_of, rounds_of, saved_unit_steps
-from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
+from megatron_edit.host.checkpoint.summary import changed_settings, dropped_state, summary_of
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.method.order import IN_ORDER, share_of
@@ -113,7 +114,9 @@ class LoadControl:
         from megatron.training import get_args
 
         args = get_args()
-        self._choice = choose(self._world, args) if args.load else None
+        scheduler = call.arguments["opt_param_scheduler"]
+        schedule = {} if scheduler is None else scheduler.state_dict()
+        self._choice = choose(self._world, args, schedule) if args.load else None
         self._resume = self._resume_from(self._choice, args, call)
         if self._resume is None:
             self._step, flops = self._load_stock(call)
@@ -158,6 +161,8 @@ class LoadControl:
         place, resume, choice = self._world.placement, self._resume, self._choice
         if choice is not None:
             check_on_all_ranks(self._world, "load/fits", lambda: self._check(engine, host, choice))
+            if (flag := parameters_only(host.arguments)) and place.global_rank == 0:
+                say(dropped_state(choice, flag))
         if resume is None:
             consumed = host.arguments.consumed_train_samples
             share = share_of(consumed, place.replica, place.num_replicas)
@@ -203,7 +208,7 @@ class LoadControl:
         self, choice: Choice | None, args: Namespace, call: Call[Loaded]
     ) -> _Resume | None:
         """Plan the resume; None where only parameters are loaded, or there is no manifest."""
-        if choice is None or args.finetune or args.no_load_optim or choice.manifest is None:
+        if choice is None or parameters_only(args) or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
         run = resuming_run(self._config, replicas, args, args.train_iters)
@@ -277,8 +282,10 @@ class LoadControl:
             return load_pending(resume.path, manifest, replica, shards)
 
         def start_round() -> None:
-            if not plan.continues:
-                host.counters.set_schedule(plan.entries[0].schedule_position)
+            # With --override-opt_param-scheduler Megatron may set it to the consumed samples.
+            own = plan.entries[where.replica if plan.continues else 0]
+            ahead = own.pending_schedule if plan.continues and own.is_waiting else 0
+            host.counters.set_schedule(own.schedule_position + ahead)
             if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.continues):
                 host.reset_moments()
 

@@ -12,11 +12,6 @@ from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import EditError, UsageError
 
-_REMEDIES = (
-    ("OptimizerParamScheduler", "give the schedule that was saved (--train-iters, --lr-decay-iters "
-     "and the like), or --override-opt_param-scheduler for the new one"),
-)  # fmt: skip
-
 
 def call_megatron_load[R](load: Callable[[], R], path: Path | None, world: ReplicaWorld) -> R:
     """Call Megatron's load, which asserts, raises or exits with 0 on invalid checkpoints.
@@ -36,10 +31,9 @@ def call_megatron_load[R](load: Callable[[], R], path: Path | None, world: Repli
         raise
     except (Exception, SystemExit, CheckpointException) as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        remedies = (remedy for words, remedy in _REMEDIES if words in first)
         raise UsageError(
             f"--load {'' if path is None else path}".rstrip(),
             f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
-            next(remedies, REMEDY),
+            REMEDY,
             is_local=not world.is_announced_by_first_rank("load/failed"),
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_edit.checkpoint.manifest import Manifest
@@ -11,6 +12,54 @@ from megatron_edit.constants import FIXED, QSR
 from megatron_edit.engine import EngineSettings
 from megatron_edit.errors import UsageError
 from megatron_edit.method.schedule import Schedule
+
+# Flags of what Megatron's schedule stores, in samples where it counts.
+_SCHEDULE_FLAGS = {
+    "max_lr": "--lr", "min_lr": "--min-lr", "lr_warmup_steps": "--lr-warmup-iters",
+    "lr_decay_steps": "--lr-decay-iters or --train-iters", "lr_decay_style": "--lr-decay-style",
+    "start_wd": "--start-weight-decay or --weight-decay", "wd_incr_steps": "--train-iters",
+    "end_wd": "--end-weight-decay or --weight-decay",
+    "wd_incr_style": "--weight-decay-incr-style", "decoupled_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
+}  # fmt: skip
+
+
+def parameters_only(args: Namespace) -> str | None:
+    """Return the flag that loads only the parameters; None where all is loaded."""
+    return "--finetune" if args.finetune else "--no-load-optim" if args.no_load_optim else None
+
+
+def check_rates(path: Path, args: Namespace, schedule: Mapping[str, object]) -> None:
+    """Refuse another learning-rate schedule or weight decay, unless a flag says which one to use.
+
+    Args:
+        path: of the checkpoint.
+        args: Megatron's.
+        schedule: state of this run's schedule.
+
+    Raises:
+        UsageError: the checkpoint has another one.
+    """
+    from megatron.core import dist_checkpointing
+
+    is_chosen = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if is_chosen or parameters_only(args):
+        return
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        return
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    if "opt_param_scheduler" not in common:
+        return
+    saved = {**vars(common["args"]), **common["opt_param_scheduler"]}
+    mine = {**vars(args), **schedule}
+    for name, words in _SCHEDULE_FLAGS.items():
+        if name in saved and saved[name] != mine[name]:
+            raise UsageError(
+                f"{words} ({name} {mine[name]})",
+                f"{path} was saved with {saved[name]}",
+                "give the flags of that run, or --override-opt_param-scheduler for the new "
+                "values, or --use-checkpoint-opt_param-scheduler for the saved ones",
+            )
 
 
 def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: Schedule) -> None:

@@ -60,3 +60,19 @@ def summary_of(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replica
         else f"{manifest.num_replicas} replicas become {num_replicas}"
     )
     return f"resuming from {choice.path}, {where}: {change}, {plan.consumed} samples consumed"
+
+
+def dropped_state(choice: Choice, flag_given: str) -> str:
+    """Return one line about what a load of the parameters alone leaves out.
+
+    Args:
+        choice: the checkpoint.
+        flag_given: `--finetune` or `--no-load-optim`.
+    """
+    manifest = choice.manifest
+    text = f"{flag_given}: of {choice.path} only the parameters are loaded"
+    if manifest is None or manifest.is_warmup:
+        return text
+    steps = sum(entry.inner_steps for entry in manifest.replicas[1:])
+    dropped = f"; {steps} steps of the others since the last sync are dropped" if steps else ""
+    return f"{text}, those of replica 0{dropped}"

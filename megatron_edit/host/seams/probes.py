@@ -81,6 +81,12 @@ PROBES = (
     Probe("megatron.core.datasets.utils", "compile_helpers"),
     Probe(_TRAINING, "finalize_model_grads", ("model", "num_tokens")),
     Probe("megatron.core.optimizer", "get_megatron_optimizer"),
+    Probe(_DISTOPT, "load_state_dict", ("state_dict",)),
+    Probe(
+        "megatron.core.optimizer.optimizer:MegatronOptimizer",
+        "_filter_and_reorder_param_groups",
+        ("current_groups", "state_dict_groups"),
+    ),
     Probe(_DISTOPT, "step_with_ready_grads"),
     Probe(_DISTOPT, "_copy_main_params_to_model_params"),
     Probe(_DISTOPT, "_get_model_param_range_map"),

@@ -1,0 +1,117 @@
+"""Pairs the parameter groups of an optimizer with those of a checkpoint, also at other rates.
+
+Megatron 0.19 looks for a saved group with the same rates, so that a resume with another `--lr`
+fails; earlier versions find it and silently keep the saved rates, and mix up groups that differ in
+their rates alone, as with `--decoupled-lr`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import cast
+
+from megatron_edit.errors import UsageError
+from megatron_edit.host.seams.megatron import ShardOwner
+from megatron_edit.host.seams.patching import Patcher
+
+type _Group = dict[str, object]
+
+# What the schedule computes a group's learning rate and weight decay from; and what distinguishes
+# groups at any rates. Groups of one kind are in the same order in every run.
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+_KIND = (
+    "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer", "default_config",
+)  # fmt: skip
+
+
+def patch_param_groups(patcher: Patcher) -> None:
+    """Let Megatron's optimizers load checkpoints with other rates. Imports Megatron.
+
+    Mutates: through `patcher` their classes.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    patcher.wrap(optimizer.MegatronOptimizer, "_filter_and_reorder_param_groups", _reordered)
+    patcher.wrap(distrib_optimizer.DistributedOptimizer, "load_state_dict", _with_paired_groups)
+
+
+def _reordered(_: Callable[..., object]) -> object:
+    from megatron.training import get_args
+
+    def reorder(current: Sequence[_Group], saved: Sequence[_Group]) -> list[_Group]:
+        places = [group["params"] for group in saved]
+        found = resumed_groups(current, saved, get_args())
+        return [{**group, "params": at} for group, at in zip(found, places, strict=False)]
+
+    return staticmethod(reorder)
+
+
+def _with_paired_groups(
+    load: Callable[[ShardOwner, Mapping[str, object]], None],
+) -> Callable[[ShardOwner, Mapping[str, object]], None]:
+    from megatron.training import get_args
+
+    @wraps(load)
+    def wrapper(self: ShardOwner, state_dict: Mapping[str, object]) -> None:
+        inner = cast(Mapping[str, list[_Group]], state_dict["optimizer"])
+        current = cast(list[_Group], self.optimizer.param_groups)
+        found = resumed_groups(current, inner["param_groups"], get_args())
+        # Megatron finds each by the values that this run has.
+        named = [
+            {**group, **_without(mine, "params", "step")}
+            for group, mine in zip(found, current, strict=True)
+        ]
+        load(self, {**state_dict, "optimizer": {**inner, "param_groups": named}})
+        for group, wanted in zip(self.optimizer.param_groups, found, strict=True):
+            cast(_Group, group).update(_without(wanted, "params", "step"))
+
+    return wrapper
+
+
+def resumed_groups(
+    current: Sequence[_Group], saved: Sequence[_Group], args: Namespace
+) -> list[_Group]:
+    """Return the saved group of each current one, with the rates that this run is to use: its own,
+    or with `--use-checkpoint-opt_param-scheduler` the saved ones.
+
+    Args:
+        current: groups of this run's optimizer.
+        saved: those of the checkpoint.
+        args: Megatron's.
+
+    Raises:
+        UsageError: a group has none.
+    """
+    left = list(saved)
+    partners: dict[int, _Group] = {}
+    for keys in ((*_KIND, *_RATES, "eps"), _KIND):  # those with the same values first
+        for index, group in enumerate(current):
+            match = next((each for each in left if _are_equal(group, each, keys)), None)
+            if index not in partners and match is not None:
+                partners[index] = match
+                left = [each for each in left if each is not match]
+    return [_at_rates(group, partners.get(index), args) for index, group in enumerate(current)]
+
+
+def _are_equal(group: _Group, other: _Group, keys: Sequence[str]) -> bool:
+    # Checkpoints of other versions lack some of them.
+    return all(group.get(key) == other.get(key) for key in keys if key in group and key in other)
+
+
+def _at_rates(group: _Group, partner: _Group | None, args: Namespace) -> _Group:
+    if partner is None:
+        raise UsageError(
+            f"--load {args.load}",
+            f"has no parameter group like {_without(group, 'params')}",
+            "give the flags of the run that saved it (--decoupled-lr and the like), or "
+            "--no-load-optim",
+        )
+    if args.use_checkpoint_opt_param_scheduler:
+        return partner
+    return {**_without(partner, *_RATES), **{x: group[x] for x in _RATES if x in group}}
+
+
+def _without(group: _Group, *names: str) -> _Group:
+    return {name: value for name, value in group.items() if name not in names}
