@@ -41,6 +41,7 @@ from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.checkpoint.param_groups import patch_param_groups
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.checkpoint.worker import WorkerWatch
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.elastic import join_hub
@@ -162,6 +163,8 @@ class TrainingLoop:
         self._redirection.attach(self._patcher)
         self._write_errors.attach(self._patcher)
         patch_param_groups(self._patcher)
+        place = self._world.scope
+        WorkerWatch(f"replica {place.replica} rank {place.rank}").attach(self._patcher)
         wrapped_pretrain = handled_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)

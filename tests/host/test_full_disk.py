@@ -17,7 +17,7 @@ from tests.host.test_checkpoints import new_folder, newest
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts
 
 pytestmark = pytest.mark.timeout(300)
-ASYNC = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+ASYNC: Flags = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "one-rank": (2, {}),
     "two-ranks": (4, {}),

@@ -284,8 +284,8 @@ class LoadControl:
         def start_round() -> None:
             # With --override-opt_param-scheduler Megatron may set it to the consumed samples.
             own = plan.entries[where.replica if plan.continues else 0]
-            ahead = own.pending_schedule if plan.continues and own.is_waiting else 0
-            host.counters.set_schedule(own.schedule_position + ahead)
+            if not (plan.continues and own.is_waiting):  # these are ahead of their position
+                host.counters.set_schedule(own.schedule_position)
             if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.continues):
                 host.reset_moments()
 

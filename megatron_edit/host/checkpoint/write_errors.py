@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_edit.errors import EditError
 from megatron_edit.host.checkpoint.paths import without_retention
+from megatron_edit.host.checkpoint.worker import drop_results
 from megatron_edit.host.seams.megatron import AsyncRequest, CheckpointFileWriter, WriteFunctions
 from megatron_edit.host.seams.patching import Patcher
 
@@ -102,6 +103,8 @@ class WriteErrors:
         with self.recording(record), without_retention():
             for function in functions:
                 function()
+        if record.errors:  # later parts of this save have left theirs
+            drop_results()
 
     def _recording_write[**P](self, write: Callable[P, None]) -> Callable[P, None]:
         """Wrap a write by a single rank, between two collectives."""

@@ -1,0 +1,200 @@
+"""Notices when a process that writes asynchronous saves ends, for which Megatron would wait.
+
+A thread of each rank follows its worker (`--use-persistent-ckpt-worker`). When the worker has
+ended, or has been stopped for a while, the thread releases all that waits for it: saves that it had
+not finished fail on all ranks, as after an error of writing, and the next one gets a new worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import JoinableQueue
+from pathlib import Path
+from queue import Empty
+from typing import Protocol, cast
+
+from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.observe.console import warn
+
+_POLL_SECONDS = 0.25
+_STOPPED_SECONDS = 10.0  # a stopped worker is killed after these
+_GONE = (OSError, EOFError)  # of a proxy whose process has ended
+
+
+class _Caller(Protocol):
+    """Of `PersistentAsyncCaller`; its queues have other names in megatron-core 0.16."""
+
+    process: BaseProcess | None
+
+
+class _Results(Protocol):
+    """Of the queue of results, which a process of its own holds."""
+
+    def put(self, value: object) -> None:
+        """Add a result."""
+
+    def get_nowait(self) -> object:
+        """Return the next result."""
+
+
+class _AllDone:
+    """Replaces the queue on which an ended worker would report that a save is done."""
+
+    def get_nowait(self) -> int:
+        """Return the number of some save."""
+        return -1
+
+
+class WorkerWatch:
+    """Follows this rank's worker.
+
+    Args:
+        rank: how messages name this rank.
+    """
+
+    def __init__(self, rank: str) -> None:
+        self._rank = rank
+        self._followed: BaseProcess | None = None
+        self._closed: BaseProcess | None = None
+
+    def attach(self, patcher: Patcher) -> None:
+        """Wrap Megatron's use of the worker. Imports Megatron.
+
+        Args:
+            patcher: undoes it.
+        """
+        from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+        caller = async_utils.PersistentAsyncCaller
+        patcher.wrap(caller, "schedule_async_call", self._with_live_worker)
+        patcher.wrap(caller, "close", self._closing)
+        patcher.wrap(
+            filesystem_async.FileSystemWriterAsync, "retrieve_write_results", _with_lost_results
+        )
+
+    def _with_live_worker[T](
+        self, schedule: Callable[[_Caller, T], None]
+    ) -> Callable[[_Caller, T], None]:
+        @wraps(schedule)
+        def scheduled(caller: _Caller, request: T) -> None:
+            process = _process_of(caller)
+            if process is not None and not process.is_alive():
+                owner, prefix = _place_of(caller)
+                if prefix:  # else the constructor makes the queues
+                    setattr(owner, f"{prefix}process", None)
+                type(caller).__init__(caller)
+                process = None
+            if process is None or process is not self._followed:
+                threading.Thread(
+                    target=self._follow, args=(caller,), name="edit-worker", daemon=True
+                ).start()
+            schedule(caller, request)
+
+        return scheduled
+
+    def _closing(self, close: Callable[..., None]) -> Callable[..., None]:
+        @wraps(close)
+        def closed(caller: _Caller, abort: bool = False) -> None:
+            process = _process_of(caller)
+            if abort:
+                self._closed = process
+            close(caller, abort=abort or (process is not None and not process.is_alive()))
+
+        return closed
+
+    def _follow(self, caller: _Caller) -> None:
+        """In a thread: wait until the worker ends, and release what waits for it."""
+        while (process := _process_of(caller)) is None:
+            time.sleep(_POLL_SECONDS)
+        self._followed = process
+        stopped, how = 0.0, ""
+        while process.is_alive():
+            time.sleep(_POLL_SECONDS)
+            stopped = stopped + _POLL_SECONDS if _is_stopped(process) else 0.0
+            if stopped >= _STOPPED_SECONDS:
+                how = f"was stopped for {stopped:g} s and has been killed"
+                process.kill()
+        code = process.exitcode or 0
+        if code == 0 or process is self._closed:
+            return
+        how = how or (
+            f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+        )
+        text = f"the process that writes checkpoints (pid {process.pid}) {how}"
+        warn(f"{self._rank}: {text}; the next save starts a new one")
+        _release(caller, text)
+
+
+def _place_of(caller: _Caller) -> tuple[object, str]:
+    """Return what holds the worker's queues, and the prefix of their names."""
+    if hasattr(caller, "_persistent_queue"):
+        return type(caller), "_persistent_"
+    return caller, ""  # megatron-core 0.16
+
+
+def _process_of(caller: _Caller) -> BaseProcess | None:
+    owner, prefix = _place_of(caller)
+    return caller.process or cast(BaseProcess | None, getattr(owner, f"{prefix}process"))
+
+
+def _release(caller: _Caller, text: str) -> None:
+    """Let saves that an ended worker had not finished fail, and no rank wait for them."""
+    owner, prefix = _place_of(caller)
+    unfinished = 0
+    for name in ("queue", "preload_q"):
+        queue: JoinableQueue[object] = getattr(owner, prefix + name)
+        queue.cancel_join_thread()  # nobody reads it any more
+        with suppress(ValueError):  # no more unfinished items
+            while True:
+                queue.task_done()
+                unfinished += 1
+    if unfinished:
+        drop_results(RuntimeError(text))
+    setattr(owner, f"{prefix}comp_q", _AllDone())
+
+
+def drop_results(instead: Exception | None = None) -> None:
+    """Remove the results of writing that no save will fetch.
+
+    Args:
+        instead: for the next save to fetch.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results = cast(_Results | None, filesystem_async._results_queue)
+    if results is None:
+        return
+    with suppress(Empty, *_GONE):
+        while True:
+            results.get_nowait()
+    if instead is not None:
+        with suppress(*_GONE):
+            results.put(instead)
+
+
+def _with_lost_results(retrieve: Callable[..., object]) -> Callable[..., object]:
+    """Let a save fail on all ranks where the process that holds the results has ended."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    @wraps(retrieve)
+    def retrieved(writer: object) -> object:
+        try:
+            return retrieve(writer)
+        except _GONE:
+            filesystem_async._results_queue = None  # the next save makes a new one
+            error = RuntimeError("the process that passes on the results of writing has ended")
+            return filesystem_async._wrap_exception(error)
+
+    return retrieved
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    with suppress(OSError):
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+    return False

@@ -1,0 +1,47 @@
+"""A hook that kills or stops the process that writes asynchronous saves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import wraps
+from typing import Any
+
+from tests.host.spy_resume import record_all
+
+SECONDS = 0.5
+
+
+def disturb_worker() -> None:
+    """On the rank SPY_RANK, in the third save, by SPY_CASE: `between` kills the worker before it
+    gets the save, `during` while it has it, `stopped` stops it, `results` kills the process that
+    holds the results."""
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+    from megatron_edit.host.checkpoint import worker
+
+    record_all()
+    if os.environ["RANK"] != os.environ["SPY_RANK"]:
+        return
+    worker._STOPPED_SECONDS = 1.0
+    caller = async_utils.PersistentAsyncCaller
+    case, schedule, saves = os.environ["SPY_CASE"], caller.schedule_async_call, 0
+
+    @wraps(schedule)
+    def scheduling(self: Any, request: Any) -> None:
+        nonlocal saves
+        saves += 1
+        process = caller._persistent_process
+        if saves == 3 and case == "results":
+            process = filesystem_async._results_queue._manager._process
+        if saves == 3 and process is not None:
+            if case in ("during", "stopped"):
+                os.kill(process.pid, signal.SIGSTOP)
+            if case == "during":
+                threading.Timer(SECONDS, os.kill, (process.pid, signal.SIGKILL)).start()
+            if case in ("between", "results"):
+                os.kill(process.pid, signal.SIGKILL)
+        schedule(self, request)
+
+    caller.schedule_async_call = scheduling
