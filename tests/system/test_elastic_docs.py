@@ -36,8 +36,7 @@ PROGRAMS = {
     "megatron-edit": f"{shlex.quote(sys.executable)} -m megatron_edit",
 }
 # Flags at the end override earlier ones: a smaller model, and more steps than the test waits for.
-SHORT = "--train-iters 100000 --eval-iters 0 --num-layers 1 --hidden-size 64 --lr-warmup-iters 0"
-SHORT += " --save-interval 100000 --log-interval 100"
+SIZES = "--train-iters 100000 --num-layers 1 --hidden-size 64"
 
 
 @dataclass
@@ -128,24 +127,48 @@ def hub_commands() -> dict[str, str]:
     return {shlex.split(line)[2]: line for line in lines}
 
 
-def test_start_of_the_page(terminals: Terminals) -> None:
-    """A replica whose terminal is closed is lost, and returns with the same command; one whose rank
-    is killed is started again by torchrun."""
+@pytest.mark.parametrize(
+    ("is_clone", "ranks"),
+    [
+        pytest.param(False, 1, id="own script"),
+        pytest.param(True, 2, id="Megatron-LM's script, two ranks", marks=pytest.mark.clone),
+        pytest.param(False, 2, id="own script, two ranks", marks=pytest.mark.full),
+        pytest.param(
+            True, 1, id="Megatron-LM's script", marks=[pytest.mark.clone, pytest.mark.full]
+        ),
+    ],
+)
+def test_start_of_the_page(
+    terminals: Terminals, request: pytest.FixtureRequest, is_clone: bool, ranks: int
+) -> None:
+    """A replica whose terminal is closed is lost, and returns with the same command, which loads a
+    checkpoint; one whose ranks are killed is started again by torchrun; a third one joins; after
+    the loss of all, they begin again with the checkpoint. Only names, sizes and addresses differ
+    from the page."""
     hub = hub_commands()
     assert set(hub) == {"--state-dir", "status", "stop"}
     (replica,) = commands_of_kind("replica")
+    command = replica.line.replace("--standalone", f"--standalone --nproc-per-node {ranks}")
+    if is_clone:
+        script = request.getfixturevalue("megatron_clone") / "pretrain_gpt.py"
+        command = command.replace("scripts/pretrain_gpt.py", shlex.quote(str(script)))
+    assert "--save checkpoints --load checkpoints --save-interval 40 " in command
     lines = {
-        name: replica.line.replace("--edit-replica-name a", f"--edit-replica-name {name}")
-        for name in "ab"
+        name: command.replace("--edit-replica-name a", f"--edit-replica-name {name} {SIZES}")
+        for name in "abc"
     }
-    terminals.start("hub", hub["--state-dir"])
-    for name, line in lines.items():
-        terminals.start(name, f"{line} {SHORT}")
-    terminals.wait_for_members("a", "b")
 
+    def start(*names: str) -> None:
+        for name in names:
+            terminals.start(name, lines[name])
+
+    terminals.start("hub", hub["--state-dir"])
+    start("a", "b")
+    tracker = terminals.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    terminals.wait_for(tracker.exists)
     terminals.close("b")
     terminals.wait_for_members("a")
-    terminals.start("b", f"{lines['b']} {SHORT}")
+    start("b")
     terminals.wait_for_members("a", "b")
     assert [line["reason"] for line in terminals.journal("leave")] == ["lost"]
 
@@ -156,13 +179,22 @@ def test_start_of_the_page(terminals: Terminals) -> None:
     terminals.wait_for_members("a", "b")
     assert terminals.started["b"].pid == torchrun and terminals.started["b"].poll() is None
 
+    start("c")
+    terminals.wait_for_members("a", "b", "c")
+    for name in "abc":
+        terminals.close(name)
+    terminals.wait_for(lambda: len(terminals.journal("leave")) == 5)
+    start("a", "b", "c")
+    terminals.wait_for_members("a", "b", "c")
+
     status = run(["bash", "-c", terminals.line(hub["status"])], cwd=terminals.folder)
-    assert "members of the epoch: a, b; leader: a" in status, status
+    assert "members of the epoch: a, b, c; leader: " in status, status
     run(["bash", "-c", terminals.line(hub["stop"])], cwd=terminals.folder)
-    assert [terminals.started[name].wait(120) for name in "ab"] == [0, 0]
-    assert (terminals.folder / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
+    assert [terminals.started[name].wait(120) for name in "abc"] == [0, 0, 0]
     (end,) = terminals.journal("end")
     assert end["exit_code"] == 0
+    last = terminals.journal("commit")[-1]
+    assert int(tracker.read_text()) == last["samples"] // 16 and last["is_over"]
     terminals.started["hub"].terminate()
     assert terminals.started["hub"].wait(30) == 0
 
