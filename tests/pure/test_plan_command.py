@@ -25,18 +25,26 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ("1.25GB", 1e10),
         ("1e9bps", 1e9),
         ("25 Gbit/s", 2.5e10),
+        ("1gbit", 1e9),
+        ("1 GBIT", 1e9),
+        ("1gb", 1e9),
+        ("1gB", 8e9),
+        ("1GBps", 8e9),
+        ("1 mbyte/S", 8e6),
     ],
 )
 def test_link_rates_are_parsed(text: str, value: float) -> None:
-    """Rates in the usual notations."""
+    """The usual notations; the case of letters matters in B and b only."""
     assert parse_rate("--link", text) == pytest.approx(value)
 
 
 def test_sizes_and_durations_are_parsed() -> None:
-    """Decimal and binary prefixes; a duration without a unit is in seconds."""
+    """Decimal and binary prefixes, of any case; the time of a step may be a number of seconds."""
     assert parse_bytes("--device-memory", "80GB") == 80e9
     assert parse_bytes("--device-memory", "80GiB") == 80 * 2**30
+    assert parse_bytes("--device-memory", "80gIB") == 80 * 2**30
     assert parse_seconds("--step-time", "350ms") == pytest.approx(0.35)
+    assert parse_seconds("--step-time", "2 MIN") == 120 and parse_seconds("--step-time", "2") == 2
     assert parse_seconds("--latency", "0", least=-1) == 0.0
 
 
@@ -107,6 +115,11 @@ BAD = {
     "step-nan": ("--step-time nan", "--step-time nan: must be a duration"),
     "both": ("--gpu-tflops 312", "--step-time, --gpu-tflops: must be one of them"),
     "mfu": ("--mfu 1.5", "--mfu 1.5: must be from 1e-12 to 1;"),
+    "latency-unit": ("--latency 30", "--latency 30: must be a duration of 0 or more, from 1e-12 to "
+                     "1e+18 s, with its unit; give for example 30ms"),
+    "latency-rate": ("--latency 30ms/s", "--latency 30ms/s: must be a duration"),
+    "memory-bits": ("--device-memory 80Gb", "--device-memory 80Gb: must be a size"),
+    "memory-rate": ("--device-memory 80GB/s", "--device-memory 80GB/s: must be a size"),
     "memory": ("--device-memory 80", "--device-memory 80: must be a size"),
     "replicas": ("--replicas 0", "--replicas 0: must be at least 1"),
     "world": ("--world-size 12", "--world-size 12: must be a multiple of 8"),
@@ -181,7 +194,7 @@ def test_plan_works_at_the_ends_of_all_ranges(
     command = ["plan", *GOOD, "--strategies", strategy, "--device-memory", "1e-12B"]
     for link in ("1e-12bit", "1e18bit"):
         for step in ("1e-12", "1e18"):
-            for latency in ("0", "1e-12", "1e18"):
+            for latency in ("0", "1e-12s", "1e18s"):
                 words = ["--link", link, "--step-time", step, "--latency", latency]
                 assert main([*command, *words]) == 0
                 assert capsys.readouterr().out

@@ -112,9 +112,9 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
 _SHARED: Mapping[str, str] = {
     "--world-size": "ranks of the launch",
     "--hosts": host_list.HELP,
-    "--link": "bandwidth of a host: 10Gbit, 100Mbit, 1.25GB",
+    "--link": "bandwidth of a host: 10Gbit, 100Mbit, 1.25GB (b: bits, B: bytes)",
     "--latency": "of the link: 20ms (default: 0)",
-    "--step-time": "time of a step without exchanges between replicas: 2.5, 350ms",
+    "--step-time": "of a step without exchanges between replicas: 350ms, 2.5s, or 2.5 (seconds)",
     "--gpu-tflops": "TFLOP/s of a device, to compute the time of a step",
     "--device-memory": "80GB, to check whether the training fits",
 }
@@ -174,7 +174,9 @@ class SharedValues:
         check_number("--gpu-tflops", tflops)
         return cls(
             None if link is None else parse_rate("--link", link),
-            0.0 if latency is None else parse_seconds("--latency", latency, least=-1),
+            0.0
+            if latency is None
+            else parse_seconds("--latency", latency, least=-1, needs_unit=True),
             None if step is None else parse_seconds("--step-time", step),
             tflops,
             None if memory is None else parse_bytes("--device-memory", memory),

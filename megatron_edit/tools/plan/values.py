@@ -18,17 +18,20 @@ MOST_COUNTED = 10**12
 MOST_RANKS = 1_000_000
 _MOST_SHOWN = 40  # characters of a value
 
-_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)(?:/s)?\s*$")
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*(?:/[sS])?)\s*")
 _DECIMAL = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
-_PREFIXES = {**_DECIMAL, "K": 1e3}
-_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = {prefix.lower(): factor for prefix, factor in _DECIMAL.items()} | {
+    f"{prefix}i": 1024.0**power for power, prefix in enumerate("kmgt", start=1)
+}
+# Small letters but for B, a byte; b is a bit.
 _RATE_UNITS = {
-    **{f"{prefix}{unit}": factor for prefix, factor in _PREFIXES.items()
-       for unit in ("bit", "bps", "b")},
-    **{f"{prefix}B": 8 * factor for prefix, factor in _PREFIXES.items()},
-}  # fmt: skip
-_SIZE_UNITS = {f"{prefix}B": factor for prefix, factor in (_PREFIXES | _BINARY).items()}
-_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
+    f"{prefix}{unit}{second}": bits * factor
+    for prefix, factor in _PREFIXES.items()
+    for unit, bits in (("bit", 1), ("b", 1), ("byte", 8), ("B", 8))
+    for second in ("", "/s", "ps")
+}
+_SIZE_UNITS = {f"{p}{unit}": factor for p, factor in _PREFIXES.items() for unit in ("B", "byte")}
+_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
 _RANGE = f"from {LEAST:g} to {MOST:g}"
 
 
@@ -121,12 +124,12 @@ def check_number(name: str, value: float | None, most: float = MOST) -> None:
 
 
 def parse_rate(flag: str, text: str) -> float:
-    """Parse bits per second: `10Gbit`, `100Mbit/s`, `1.25GB/s`.
+    """Parse bits per second: `10Gbit`, `100 mbit/s`, `1.25GB/s`.
 
     Raises:
         UsageError: it is not a rate, or not above 0.
     """
-    rule = f"a rate above 0 with its unit, {_RANGE} bit/s"
+    rule = f"a rate above 0 with its unit, {_RANGE} bit/s (b: bits, B: bytes)"
     return _parse(flag, text, _RATE_UNITS, rule, "give for example 10Gbit")
 
 
@@ -140,24 +143,34 @@ def parse_bytes(flag: str, text: str) -> float:
     return _parse(flag, text, _SIZE_UNITS, rule, "give for example 80GB")
 
 
-def parse_seconds(flag: str, text: str, *, least: float = 0.0) -> float:
-    """Parse seconds: `2.5`, `350ms`, `10min`; above 0, or at least 0 where `least` is below 0.
+def parse_seconds(flag: str, text: str, *, least: float = 0.0, needs_unit: bool = False) -> float:
+    """Parse seconds: `350ms`, `10min`, `2.5`; above 0, or at least 0 where `least` is below 0.
+
+    Args:
+        flag: its name.
+        text: its value.
+        least: below 0 to allow 0.
+        needs_unit: whether a number without a unit is refused, unless it is 0.
 
     Raises:
         UsageError: it is not a duration, or out of range.
     """
     rule = "a duration above 0" if least >= 0 else "a duration of 0 or more"
-    remedy = "give for example 0.35 or 350ms"
-    return _parse(flag, text, _TIME_UNITS, f"{rule}, {_RANGE} s", remedy, least)
+    rule = f"{rule}, {_RANGE} s{', with its unit' if needs_unit else ''}"
+    units = _TIME_UNITS if needs_unit else {**_TIME_UNITS, "": 1.0}
+    remedy = "give for example 30ms" if needs_unit else "give for example 0.35 or 350ms"
+    return _parse(flag, text, units, rule, remedy, least)
 
 
 def _parse(
     flag: str, text: str, units: dict[str, float], rule: str, remedy: str, least: float = 0.0
 ) -> float:
-    found = _NUMBER.match(text)
+    """Parse a number and its unit. The case of letters matters in `B` and `b` only."""
     value = math.nan
-    if found is not None and found[2] in units:
-        value = float(found[1]) * units[found[2]]
+    if (found := _QUANTITY.fullmatch(text)) is not None:
+        unit = re.sub(r"B(?!(?i:ps|/s)?$)|[^B]", lambda letter: letter[0].lower(), found[2])
+        is_zero = not unit and float(found[1]) == 0
+        value = 0.0 if is_zero else float(found[1]) * units.get(unit, math.nan)
     if not (LEAST <= value <= MOST or (value == 0 and least < 0)):
         raise UsageError(f"{flag} {shortened(text)}", f"must be {rule}", remedy)
     return value
