@@ -61,6 +61,28 @@ _DUPLICATES = """
 const ids = Array.from(document.querySelectorAll('[id]')).map(e => e.id);
 return ids.filter((id, place) => ids.indexOf(id) !== place);
 """
+# Texts of a picture that overlap, have less than two pixels between them, or are cut off.
+_UNREADABLE = """
+const found = [];
+for (const svg of document.querySelectorAll('figure svg')) {
+    const frame = svg.getBoundingClientRect();
+    const texts = Array.from(svg.querySelectorAll('text')).map(e => [
+        `${svg.closest('figure').innerText.split('\\n')[0]}: ${e.textContent.trim()}`,
+        e.getBoundingClientRect(),
+    ]);
+    texts.forEach(([name, a], place) => {
+        if (Math.min(a.left - frame.left, frame.right - a.right) < -1 ||
+            Math.min(a.top - frame.top, frame.bottom - a.bottom) < -1)
+            found.push(`${name} is cut off`);
+        for (const [other, b] of texts.slice(place + 1)) {
+            const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+            const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+            if (across > -2 && down > 2) found.push(`${name} runs into ${other}`);
+        }
+    });
+}
+return found;
+"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +94,8 @@ class PageView:
         document_width: width of the page; if larger than `width`, it scrolls sideways.
         smallest: smallest font size, CSS pixels, and a text of that size.
         pictures: width, height and text alternative of each picture.
-        complaints: errors of scripts and of the browser, and duplicate ids.
+        complaints: errors of scripts and of the browser, duplicate ids, and texts of pictures that
+            run into each other or are cut off.
         from_outside: other files or network addresses that the page requested.
         screenshot: path of a PNG file.
     """
@@ -130,14 +153,14 @@ def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = 
     smallest = driver.execute_script(_FONT_SIZES)
     pictures = [(w, h, text) for w, h, text in driver.execute_script(_PICTURES)]
     duplicates = [f"id {name} twice" for name in driver.execute_script(_DUPLICATES)]
+    unreadable = driver.execute_script(_UNREADABLE)
     outside = driver.execute_script(_OUTSIDE)
     _resize(driver, width, min(size[1], 8000))
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     screenshot.write_bytes(base64.b64decode(shot["data"]))
     message = [entry["message"] for entry in driver.get_log("browser")]
-    return PageView(
-        width, size[0], tuple(smallest), pictures, message + duplicates, outside, screenshot
-    )
+    complaints = [*message, *duplicates, *unreadable]
+    return PageView(width, size[0], tuple(smallest), pictures, complaints, outside, screenshot)
 
 
 def _resize(driver: Any, width: int, height: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.pages.drawing import svg_drawing
 from megatron_edit.tools.side_by_side.names import names_of
 from megatron_edit.tools.side_by_side.page import SideBySide
 from megatron_edit.tools.side_by_side.progress import RunCurves
@@ -68,6 +70,15 @@ def test_names_are_the_shortest_parts_that_differ(
     found = names_of([Path(folder) for folder in folders])
     assert len(set(found)) == len(folders) and all(found)
     assert names is None or found == names
+
+
+def test_single_points_are_marked() -> None:
+    """A line without a marker shows none of its points that have no neighbour."""
+    with svg_drawing("points") as drawing:
+        drawing.axes.plot([1, 2, 3, 4], [1, math.nan, 2, math.nan])
+        drawing.axes.plot([1, 2], [3, 4])
+    alone, line = drawing.axes.get_lines()
+    assert (alone.get_marker(), line.get_marker()) == ("o", "None")
 
 
 def test_a_folder_given_twice_is_refused() -> None:

@@ -177,6 +177,19 @@ def test_page_of_several_runs(driver: Any, tmp_path: Path) -> None:
             check(look(driver, page, width, shot, dark=is_dark), 4)
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_pages_of_short_runs(driver: Any, tmp_path: Path, rounds: int) -> None:
+    """Of one run and of two; would catch tick labels like 0.0025 that run into each other."""
+    made_up = SyntheticRun(replicas=2, warmup=10 - 2 * rounds, tau=2, rounds=rounds)
+    folders = [str(made_up.write(tmp_path / name / "log")) for name in "ab"]
+    page = tmp_path / "page.html"
+    for given, num_pictures in ((folders[:1], (2, 8, 7)), (folders, (3, 4, 4))):
+        assert main(["report", *given, "--output", str(page)]) == 0
+        for width, is_dark in ((1280, False), (390, True)):
+            seen = look(driver, page, width, tmp_path / f"{width}.png", dark=is_dark)
+            check(seen, num_pictures[rounds])
+
+
 def test_comparison_page(driver: Any, tmp_path: Path) -> None:
     """The page of `megatron-edit compare`, in both color schemes."""
     from megatron_edit.tools.compare.page import write_report
@@ -200,12 +213,16 @@ def test_browser_checks_detect_faults(driver: Any, tmp_path: Path) -> None:
     page.write_text(
         "<!DOCTYPE html><body><p style='width: 3000px; font-size: 6px'>small</p><b id=a></b>"
         "<b id=a></b><img src='no.png'><script>undefined_name()</script>"
+        "<figure><svg viewBox='0 0 400 300' width=400><text x=10 y=50>0.0025</text>"
+        "<text x=50 y=50>0.0050</text><text x=390 y=90>cut</text></svg></figure>"
     )
     seen = look(driver, page, 390, tmp_path / "bad.png")
     assert any("undefined_name" in text for text in seen.complaints)
     assert "id a twice" in seen.complaints
+    assert any("0.0025 runs into" in text for text in seen.complaints)
+    assert any(text.endswith("cut is cut off") for text in seen.complaints)
     assert any(text.endswith("no.png") for text in [*seen.from_outside, *seen.complaints]) or any(
         "no.png" in text for text in seen.complaints
     )
     assert seen.document_width > 390 and seen.smallest[0] == 6
-    assert json.dumps(seen.pictures) == "[]"
+    assert len(seen.pictures) == 1

@@ -17,7 +17,7 @@ from megatron_edit.tools.compare.pictures import Picture, draw, smoothing_tokens
 from megatron_edit.tools.compare.statistics import Spread
 from megatron_edit.tools.pages import render
 from megatron_edit.tools.pages.tables import Column, cells_of, markdown_of
-from megatron_edit.tools.pages.texts import UNKNOWN
+from megatron_edit.tools.pages.texts import UNKNOWN, show_count
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -53,11 +53,8 @@ def _title(outcome: ComparisonResult) -> str:
 
 def _curves(outcome: ComparisonResult) -> str:
     """Return the note below the plots."""
-    tokens = smoothing_tokens(outcome)
-    return (
-        f"Curves are of the first seed; each training loss is a mean over {tokens / 1e6:.3g} "
-        "million tokens."
-    )
+    tokens = show_count(smoothing_tokens(outcome))
+    return f"Curves are of the first seed; each training loss is a mean over {tokens} tokens."
 
 
 def _subtitle(outcome: ComparisonResult) -> str:
@@ -71,7 +68,7 @@ def _subtitle(outcome: ComparisonResult) -> str:
         parts.insert(0, f"{first.num_parameters / 1e6:.1f} million parameters")
         parts.append(f"{first.iterations} iterations")
         if tokens := max((p.tokens for r in readings for p in r.training), default=0.0):
-            parts.append(f"{tokens / 1e6:.3g} million tokens")
+            parts.append(f"{show_count(tokens)} tokens")
     seeds = [run.seed for run in outcome.plan if run.entry == outcome.plan[0].entry]
     if seeds != [None]:
         parts.append(f"seeds {', '.join(map(str, seeds))}")

@@ -11,7 +11,13 @@ import numpy as np
 from megatron_edit.observe.records import Array
 from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
 from megatron_edit.tools.compare.readings import Point, Reading
-from megatron_edit.tools.pages.drawing import COLORS, legend_below, png_axes, svg_drawing
+from megatron_edit.tools.pages.drawing import (
+    COLORS,
+    legend_below,
+    png_axes,
+    show_tokens,
+    svg_drawing,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,8 +106,8 @@ def smoothed(points: Sequence[Point], width: float) -> tuple[Array, Array]:
 
 
 def _loss_by_tokens(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
-    _losses(axes, outcome, shown, lambda reading, tokens: tokens / 1e6)
-    axes.set_xlabel("million tokens of all replicas")
+    _losses(axes, outcome, shown, lambda reading, tokens: tokens)
+    show_tokens(axes)
 
 
 def _loss_by_time(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:

@@ -27,6 +27,7 @@ from megatron_edit.tools.monitor.summary import short_name
 from megatron_edit.tools.pages.drawing import (
     COLORS,
     INK,
+    MAX_STEPS,
     PAPER,
     SVG_INCHES,
     Drawing,
@@ -421,7 +422,7 @@ def _heat_map(
 
 
 def _integer_ticks(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(MAX_STEPS, integer=True, min_n_ticks=1))
 
 
 def _plain_logarithms(axis: Axis, steps: tuple[int, ...]) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from megatron_edit.tools.monitor.charts import MAX_LABELS, Chart
 from megatron_edit.tools.monitor.membership import MembershipHistory, MemberSpan
@@ -59,7 +58,6 @@ def membership_charts(run: MonitoredRun) -> Iterator[Chart]:
         axes.set_yticks(range(0, len(rows), every), [short_name(name) for name in rows[::every]])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(-0.02 * length / scale, 1.02 * length / scale)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
         axes.set_xlabel(f"{unit} of training since the first sync")
         _add_legend(axes)
     yield Chart("Members", drawing.svg, _text(run), _note(membership, rows))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -24,6 +26,7 @@ DARK_COLORS = (  # the same for dark pages
 SIZE_INCHES = (4.3, 3.5)
 DOTS_PER_INCH = 240
 SVG_INCHES = (4.3, 3.3)
+MAX_STEPS = 6  # between ticks of the x axis, whose labels would run together if there were more
 # Placeholders, replaced by the colours of the page in the SVG.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
 _PAGE_COLORS = {INK: "var(--ink)", FAINT: "var(--line)", PAPER: "var(--paper)"} | {
@@ -75,12 +78,36 @@ def svg_drawing(name: str, *, height: float = SVG_INCHES[1]) -> Iterator[Drawing
         figure.patch.set_visible(False)
         axes = figure.subplots()
         axes.patch.set_visible(False)
+        _space_ticks(axes)
         drawing = Drawing(figure, axes)
         yield drawing
+        _mark_single_points(axes)
         file = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=no_metadata)
     drawing.svg = _svg_element(file.getvalue())
+
+
+def _space_ticks(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(MAX_STEPS))
+
+
+def _mark_single_points(axes: Axes) -> None:
+    """Mark the points of lines that have no two neighbours, and would be invisible."""
+    for line in axes.get_lines():
+        known = np.isfinite(np.asarray(line.get_xydata(), dtype=float)).all(axis=1)
+        if line.get_marker() == "None" and not (known[1:] & known[:-1]).any():
+            line.set(marker="o", markersize=3.5, clip_on=False)
+
+
+def show_tokens(axes: Axes) -> None:
+    """Name the x axis, whose values are tokens of all replicas, and shorten its numbers."""
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("tokens of all replicas")
+    axes.xaxis.set_major_formatter(EngFormatter())
 
 
 def _svg_element(text: str) -> str:
@@ -125,7 +152,9 @@ def png_axes(path: Path, title: str) -> Iterator[Axes]:
 
     with plt.rc_context({"axes.xmargin": 0.0}):
         figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
+        _space_ticks(axes)
         yield axes
+        _mark_single_points(axes)
         axes.set_title(title, fontsize=11)
         axes.grid(alpha=0.3)
         legend_below(axes)

@@ -44,6 +44,14 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
+def show_count(value: float) -> str:
+    """Format a count: `6.74 billion`, `2.56 million`, `1024`."""
+    for unit, factor in (("billion", 1e9), ("million", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f}"
+
+
 def time_unit(length: float) -> tuple[float, str]:
     """Return seconds and name of the unit of an axis that is `length` seconds long."""
     found = ((scale, name) for least, scale, name in _UNITS if length >= least)

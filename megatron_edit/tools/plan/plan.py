@@ -14,6 +14,7 @@ from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.cost import Cost
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
+from megatron_edit.tools.pages.texts import show_count
 from megatron_edit.tools.plan.advice import Advice, advise
 from megatron_edit.tools.plan.choice import predicted_choice
 from megatron_edit.tools.plan.exchanges import (
@@ -36,7 +37,7 @@ from megatron_edit.tools.plan.memory import (
     published_diloco_parts,
     stock_parts,
 )
-from megatron_edit.tools.plan.values import show_bytes, show_count, show_rate, show_seconds
+from megatron_edit.tools.plan.values import show_bytes, show_rate, show_seconds
 
 HEAD = (
     "strategy", "exchange every", "sent by a host", "a step, replica", "on the wire", "exposed",

@@ -203,11 +203,3 @@ def show_seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 or value == 0 else f"{value * 1e6:.0f} µs"
-
-
-def show_count(value: float) -> str:
-    """Format a count: `6.74 billion`, `2.56 million`, `1024`."""
-    for unit, factor in (("billion", 1e9), ("million", 1e6)):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value:.0f}"

@@ -11,15 +11,20 @@ from megatron_edit.observe.records import Array
 from megatron_edit.tools.compare.pictures import SVG_HEIGHT, WIDTH_SHARE, Curve, plot_losses
 from megatron_edit.tools.monitor.charts import Chart, limit_y_axis
 from megatron_edit.tools.monitor.summary import short_name
-from megatron_edit.tools.pages.drawing import COLORS, Drawing, legend_below, svg_drawing
-from megatron_edit.tools.pages.texts import number, time_unit
+from megatron_edit.tools.pages.drawing import (
+    COLORS,
+    Drawing,
+    legend_below,
+    show_tokens,
+    svg_drawing,
+)
+from megatron_edit.tools.pages.texts import number, show_count, time_unit
 from megatron_edit.tools.side_by_side.progress import RunCurves
 
 LINE_STYLES = ("-", "--", ":", "-.")  # one after the other where there are more runs than colours
 MAX_NAME_LETTERS = 40
 SHOWN_SHARE = 0.9  # of the losses: the others may be above the axis
 NUM_PLACES = 200  # points of a curve of speeds
-TOKENS = "million tokens of all replicas"
 
 
 def smoothing_tokens(runs: Sequence[RunCurves]) -> float:
@@ -45,9 +50,9 @@ def make_charts(runs: Sequence[RunCurves], width: float) -> Iterator[Chart]:
 
 
 def _loss_by_tokens(runs: Sequence[RunCurves], width: float) -> Chart:
-    with _chart("loss-tokens", TOKENS) as drawing:
-        _plot_losses(drawing, runs, width, lambda run, tokens: tokens / 1e6)
-    note = f"Lines: training, each point a mean over {width / 1e6:.3g} million tokens."
+    with _chart("loss-tokens") as drawing:
+        _plot_losses(drawing, runs, width, lambda run, tokens: tokens)
+    note = f"Lines: training, each point a mean over {show_count(width)} tokens."
     if any(run.validation[0].size for run in runs):
         note += " Markers: validation."
     return Chart("Loss by tokens", drawing.svg, _losses_text(runs), note)
@@ -91,7 +96,7 @@ def _plot_losses(
 
 
 def _speed_chart(runs: Sequence[RunCurves], width: float) -> Chart:
-    with _chart("speeds", TOKENS) as drawing:
+    with _chart("speeds") as drawing:
         _plot_lines(drawing, runs, [_speeds(run, width) for run in runs], 1e-3)
         drawing.axes.set_ylabel("thousand tokens/s")
         drawing.axes.set_ylim(bottom=0)
@@ -117,7 +122,7 @@ def _speeds(run: RunCurves, width: float) -> Curve:
 
 
 def _byte_chart(runs: Sequence[RunCurves]) -> Chart:
-    with _chart("bytes", TOKENS) as drawing:
+    with _chart("bytes") as drawing:
         _plot_lines(drawing, runs, [run.sent for run in runs], 1e-6, drawstyle="steps-post")
         drawing.axes.set_ylabel("MB sent by one replica in syncs")
         drawing.axes.set_ylim(bottom=0)
@@ -126,11 +131,14 @@ def _byte_chart(runs: Sequence[RunCurves]) -> Chart:
 
 
 @contextmanager
-def _chart(name: str, x: str) -> Iterator[Drawing]:
-    """Draw in the block; the name of the x axis and a legend are added after it."""
+def _chart(name: str, x: str = "") -> Iterator[Drawing]:
+    """Draw in the block; the x axis, of tokens unless it has a name, and a legend are added."""
     with svg_drawing(f"runs-{name}", height=SVG_HEIGHT) as drawing:
         yield drawing
-        drawing.axes.set_xlabel(x)
+        if x:
+            drawing.axes.set_xlabel(x)
+        else:
+            show_tokens(drawing.axes)
         drawing.axes.set_xlim(left=0)
         legend_below(drawing.axes)
 
@@ -145,7 +153,7 @@ def _plot_lines(
     for index, (run, (tokens, values)) in enumerate(zip(runs, curves, strict=True)):
         if tokens.size:
             drawing.axes.plot(
-                tokens / 1e6, values * scale, color=COLORS[index % len(COLORS)],
+                tokens, values * scale, color=COLORS[index % len(COLORS)],
                 linestyle=LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)],
                 drawstyle=drawstyle, label=_label(run),
             )  # fmt: skip
