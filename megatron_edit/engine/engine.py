@@ -186,8 +186,7 @@ class EditEngine:
                 records = self._meetings.exchange_records()
                 state.has_replica_stopped = any(record.is_stopping for record in records)
                 if not state.has_replica_stopped:
-                    samples = sum(record.samples for record in records)
-                    state.losses.report(records, self.reporter, samples)
+                    state.report_losses(records, self.reporter)
             self.syncs.finish_exchanges()
         # All replicas are at the end and none is ahead, so nothing is suppressed any more.
         state.suppressed_until_step = 0
@@ -323,9 +322,9 @@ class EditEngine:
         if self.status.was_warmup_step:
             self.reporter.on_losses(self.state.step, [loss])
         elif self.status.is_final_phase:
+            self.state.losses.note(self.state.step, loss)
             with self._context():
-                losses = self.groups.meeting.all_gather(torch.tensor([loss], dtype=torch.float64))
-            self.reporter.on_losses(self.state.step, [float(torch.nanmean(losses))])
+                self.state.report_losses(self._meetings.exchange_records(), self.reporter)
         else:
             self.state.losses.note(self.state.step, loss)
 

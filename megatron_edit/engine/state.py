@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -136,6 +136,34 @@ class StepLosses:
         self._losses.clear()
 
 
+@dataclass(frozen=True)
+class _RoundLosses:
+    """Losses by the round of their steps. The last one of a round is known after its meeting.
+
+    Attributes:
+        total, count: of the round in progress.
+        is_ending: whether the next loss is the last one of the round before.
+        step, samples: at which that round ended.
+        ended_total, ended_count: of that round, which the next meeting reports.
+    """
+
+    total: float = 0.0
+    count: float = 0
+    is_ending: float = False
+    step: float = 0
+    samples: float = 0
+    ended_total: float = 0.0
+    ended_count: float = 0
+
+    def with_loss(self, loss: float) -> _RoundLosses:
+        """Return the losses with that of the next step."""
+        known, loss = (0, 0.0) if math.isnan(loss) else (1, loss)
+        if self.is_ending:
+            total, count = self.ended_total + loss, self.ended_count + known
+            return replace(self, is_ending=False, ended_total=total, ended_count=count)
+        return replace(self, total=self.total + loss, count=self.count + known)
+
+
 @dataclass
 class MeanLoss:
     """One mean per round, weighted by steps: replicas make different numbers of steps."""
@@ -146,6 +174,8 @@ class MeanLoss:
     _before: tuple[float, int] = (0.0, 0)  # sum and count without the last step
     _last: float = math.nan
     _deferred_loss: float | None = None
+    _rounds: _RoundLosses = _RoundLosses()
+    _rounds_before: _RoundLosses = _RoundLosses()  # without the last step
 
     @property
     def capacity(self) -> int:
@@ -156,18 +186,19 @@ class MeanLoss:
         """Add the loss to the mean. A NaN (fp16 skipped the step, or another rank knows the loss)
         does not count."""
         self._before, self._last = (self._total, self._count), loss
+        self._rounds_before, self._rounds = self._rounds, self._rounds.with_loss(loss)
         if not math.isnan(loss):
             self._total += loss
             self._count += 1
 
     def payload(self) -> tuple[float, ...]:
         """The loss of the last step; sum and count of the losses since the last meeting without
-        it; sum and count with it."""
-        total, count = self._before
-        return (self._last, total, float(count), self._total, float(self._count))
+        it; sum and count with it; the fields of `_RoundLosses` without it, and with it."""
+        found = (self._last, *self._before, self._total, self._count)
+        return tuple(map(float, (*found, *astuple(self._rounds_before), *astuple(self._rounds))))
 
     def mean(self) -> float:
-        """Sum of the losses divided by their count."""
+        """Sum of the losses since the last meeting divided by their count."""
         return self._total / self._count if self._count else math.nan
 
     def restore(
@@ -180,12 +211,19 @@ class MeanLoss:
             for loss in payload:
                 self.note(last_step, loss)
         elif payload:
-            self._total, self._count = payload[-2], int(payload[-1])
-            if len(payload) > 2:
-                self._last, self._before = payload[0], (payload[1], int(payload[2]))
+            self._restore(payload)
         if is_waiting and (last_step or len(payload) > 2):
             self._deferred_loss = self._last
-            self._total, self._count = self._before
+            (self._total, self._count), self._rounds = self._before, self._rounds_before
+
+    def _restore(self, payload: Sequence[float]) -> None:
+        mean, rounds = payload[:5], payload[5:]
+        self._total, self._count = mean[-2], int(mean[-1])
+        if len(mean) > 2:
+            self._last, self._before = mean[0], (mean[1], int(mean[2]))
+        half = len(rounds) // 2  # none in older versions, which did not separate the rounds
+        self._rounds_before = _RoundLosses(*rounds[:half] or self._before)
+        self._rounds = _RoundLosses(*rounds[half:] or mean[-2:])
 
     def begin_phase(self) -> None:
         """Add the loss that `restore` has deferred to the round that begins now."""
@@ -194,16 +232,21 @@ class MeanLoss:
             self.note(0, loss)
 
     def forget(self) -> float:
-        """Drop all losses; return that of the last step."""
-        last = self._last
+        """Drop the losses since the last meeting; return that of the last step."""
+        last, self._rounds = self._last, self._rounds_before
         self._clear()
         return last
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter, samples: int) -> None:
-        """Report one mean over all steps of all replicas, at the step of replica 0."""
+        """Report one mean over all steps of all replicas of the round before the one that ends at
+        this meeting, at the step of replica 0."""
         total, count = (sum(column) for column in zip(*(r.losses for r in records), strict=True))
+        ended = self._rounds
         if count:
-            reporter.on_losses(records[0].step, [total / count], samples)
+            reporter.on_losses(int(ended.step), [total / count], int(ended.samples))
+        self._rounds = _RoundLosses(
+            0.0, 0, True, records[0].step, samples, ended.total, ended.count
+        )
         self._clear()
 
     def _clear(self) -> None:
@@ -397,6 +440,10 @@ class RunState:
             self.accepted = torch.ones_like(plan.after.unit_steps, dtype=torch.bool)
         self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
         self.losses.report(plan.records, reporter, samples)
+
+    def report_losses(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
+        """Report the losses in the records of all replicas, of a meeting without a sync."""
+        self.losses.report(records, reporter, sum(record.samples for record in records))
 
     def begin_phase(self) -> None:
         """Resume inner training after a meeting and its sync."""

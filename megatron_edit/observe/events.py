@@ -69,10 +69,6 @@ class GlobalProgress(Protocol):
     def samples(self) -> int:
         """Samples consumed by all replicas so far, as known to this one."""
 
-    @property
-    def iteration(self) -> int:
-        """The same in complete global batches."""
-
     def iteration_at(self, samples: int) -> int:
         """Return the complete global batches once all replicas have consumed `samples`."""
 
@@ -253,7 +249,8 @@ class EventLog:
                 loss, and `count_samples` was called for it.
         """
         if (count := self._global_progress) is not None:  # of a warm-up step, or of a round's end
-            first_step, samples = count.iteration, count.samples
+            samples = count.samples if samples is None else samples
+            first_step = count.iteration_at(samples)
         if self._is_first_replica:
             for step, loss in enumerate(losses, start=first_step):
                 total = self._samples.take(step) if samples is None else samples

@@ -6,7 +6,10 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import pytest
 
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness import Flags
@@ -66,6 +69,27 @@ def assert_one_number(run: EditRun, start: int = 0) -> None:
         assert steps == list(range(steps[0], steps[0] + len(steps)))
 
 
+def assert_round_losses(*runs: EditRun) -> None:
+    """Check for one line per sync, over a run and its resume, with the mean over the steps of the
+    round."""
+    warmup = RUN["edit_warmup_steps"]
+    losses = [
+        [x["loss"] for run in runs for x in run.lines(f"replica-{replica}.jsonl")
+         if x.get("replica_step", 0) > warmup]
+        for replica in (0, 1)
+    ]  # fmt: skip
+    expected = []
+    for sync in (sync for run in runs for sync in run.syncs):
+        own = [steps[:count] for steps, count in zip(losses, sync["inner_steps"], strict=True)]
+        losses = [steps[len(used) :] for steps, used in zip(losses, own, strict=True)]
+        expected.append((sync["iteration"], fmean([*own[0], *own[1]])))
+    lines = [x for run in runs for x in run.lines("loss.jsonl") if "loss" in x]
+    found = [(x["iteration"], x["loss"]) for x in lines if x["iteration"] > warmup]
+    assert [iteration for iteration, _ in found] == [iteration for iteration, _ in expected]
+    assert [x for _, x in found] == pytest.approx([x for _, x in expected], rel=1e-12)
+    assert losses == [[], []]
+
+
 def test_console_and_event_files_show_same_iteration(tmp_path: Path) -> None:
     """Would catch a line that shows replica 0's own 79 steps, or samples that no replica consumed,
     and an evaluation or checkpoint with another iteration than the sync at which it happened."""
@@ -74,6 +98,7 @@ def test_console_and_event_files_show_same_iteration(tmp_path: Path) -> None:
         eval_interval=20, eval_iters=1, log_throughput=True, timing_log_level=1, **RUN,
     )  # fmt: skip
     assert_one_number(run)
+    assert_round_losses(run)
     at = [next(n for n in numbers(run, "sync") if n >= due) for due in (20, 40, 60)]
     for kind in ("evaluation", "saving", "memory"):
         assert numbers(run, kind) == at, kind
@@ -126,6 +151,7 @@ def test_resumed_run_continues_iteration_numbers(tmp_path: Path) -> None:
     assert stopped >= max(iteration for iteration, _, _ in log_lines(first))
     second = run_timed(again, 2, 2, "script_clock", UNEQUAL, load=saves, **RUN)
     assert_one_number(second, stopped - 1)
+    assert_round_losses(first, second)
     assert log_lines(second)[-1] == (TRAIN_ITERS, TRAIN_ITERS, TRAIN_ITERS * BATCH)
 
 
