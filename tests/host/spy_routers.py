@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from tests.harness.ranks import use_full_mock_data
-from tests.host.spy import out_dir
+from tests.host.spy import out_dir, record
 
 
 def record_biases() -> None:
@@ -31,3 +31,17 @@ def record_biases() -> None:
 
     Meetings.exchange_records = exchanged  # type: ignore[method-assign]
     EditEngine.after_step = stepped  # type: ignore[method-assign]
+
+
+def count_in_integers() -> None:
+    """Record the run, with routers that count tokens in integers."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    record()
+    init = TopKRouter.__init__
+
+    def made(self: TopKRouter, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.local_tokens_per_expert = self.local_tokens_per_expert.int()
+
+    TopKRouter.__init__ = made

@@ -63,20 +63,28 @@ def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "hook"),
     [
-        pytest.param(EXPERT_BIAS, id="expert-bias"),
-        pytest.param(QUANTILES, id="quantiles", marks=pytest.mark.system),
+        pytest.param(EXPERT_BIAS, "spy:record", id="expert-bias"),
+        pytest.param(
+            EXPERT_BIAS,
+            "spy_routers:count_in_integers",
+            id="integer-counts",
+            marks=pytest.mark.system,
+        ),
+        pytest.param(QUANTILES, "spy:record", id="quantiles", marks=pytest.mark.system),
     ],
 )
-def test_endless_warmup_with_router_biases_equals_stock(tmp_path: Path, flags: Flags) -> None:
+def test_endless_warmup_with_router_biases_equals_stock(
+    tmp_path: Path, flags: Flags, hook: str
+) -> None:
     """Token counts of all replicas change a bias. Would catch a replica that counts only its
-    own."""
+    own, and counts of a type that cannot be summed."""
     (tmp_path / "stock").mkdir()
     (tmp_path / "edit").mkdir()
     run_stock(tmp_path / "stock", 2, global_batch_size=4, **flags)
     run_edit(
-        tmp_path / "edit", 2, 2, global_batch_size=4, before="tests.host.spy:record",
+        tmp_path / "edit", 2, 2, global_batch_size=4, before=f"tests.host.{hook}",
         edit_strategy="ddp", **PENALTY_OFF, **flags,
     )  # fmt: skip
     stock = read_records(tmp_path / "stock", 2)[0]["grad_norms"].values()

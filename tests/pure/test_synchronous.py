@@ -83,20 +83,29 @@ def test_tied_gradients_are_broadcast_where_they_may_differ(
     assert asked == [dtype != "fp32"] * count * is_tied
 
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
 def test_counts_are_summed_and_linear_buffers_averaged() -> None:
-    """Catches counts that become fractions, and a sum in place of a mean."""
+    """Catches counts that become fractions, integer counts that cannot be divided or lose bits, as
+    newer versions of Megatron may have, and a sum in place of a mean."""
     groups = replicas(2)
     counts, linear = ([torch.tensor([2.0, 4.0 + r]) for r in range(2)] for _ in range(2))
+    integers = [[torch.tensor([100 + r], dtype=dtype) for dtype in INTEGERS] for r in range(2)]
+    many = [torch.tensor([(1 << 29) + r], dtype=torch.int32) for r in range(2)]
 
     def exchange(replica: int) -> None:
         host = anything(
-            shared_counts=lambda: [counts[replica]], linear_buffers=lambda: [linear[replica]]
+            shared_counts=lambda: [counts[replica], *integers[replica], many[replica]],
+            linear_buffers=lambda: [linear[replica]],
         )
         sum_counts(host, groups[replica])
         average_linear_buffers(host, groups[replica])
 
     run_in_threads([lambda r=r: exchange(r) for r in range(2)])  # type: ignore[misc]
     assert [count.tolist() for count in counts] == [[4.0, 9.0]] * 2
+    assert [[count.item() for count in each] for each in integers] == [[201] * len(INTEGERS)] * 2
+    assert [count.item() for count in many] == [(1 << 30) + 1] * 2
     assert [value.tolist() for value in linear] == [[2.0, 4.5]] * 2
 
 

@@ -158,9 +158,9 @@ def size_of_record(host: Host, state: RunState, *, has_digests: bool) -> int:
 def shared_values(host: Host) -> list[float]:
     """Concatenated state that training changes and no optimizer owns, as biases of MoE routers.
 
-    It is small, so it is sent in the records: fp32 values are exact there.
+    It is small, so it is sent in the records: fp32 values and integers are exact there.
     """
-    tensors = [tensor.reshape(-1) for _, tensor in host.shared_buffers()]
+    tensors = [tensor.reshape(-1).double() for _, tensor in host.shared_buffers()]
     return torch.cat(tensors).tolist() if tensors else []
 
 

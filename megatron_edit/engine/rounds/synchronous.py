@@ -146,7 +146,8 @@ def average_linear_buffers(host: Host, groups: EngineGroups) -> None:
 def _all_reduce_together(tensors: Sequence[Tensor], groups: EngineGroups, *, divisor: int) -> None:
     if not tensors or groups.sync.size == 1:
         return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    # Their types differ between Megatron's versions; integers are exact in fp64.
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
     groups.sync.all_reduce(flat)
     flat /= divisor
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
