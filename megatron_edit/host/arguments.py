@@ -8,9 +8,11 @@ whole job, while its process groups are those of one replica. No flag has to be 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from enum import Enum
+from importlib.util import find_spec
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
@@ -82,6 +84,18 @@ REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
         "use --dataloader-type single",
     ),
 )
+# Argument, its value (None: any but None, False, 0 and empty), a module that Megatron then imports
+# on some rank, remedy beside installing its package.
+_SENTENCES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+NEEDED: tuple[tuple[str, object, str, str], ...] = (
+    ("wandb_project", None, "wandb", "drop the flag"),
+    ("tensorboard_dir", None, "tensorboard", "drop the flag"),
+    ("enable_ft_package", True, "nvidia_resiliency_ext", "drop the flag"),
+    ("tokenizer_type", "HuggingFaceTokenizer", "transformers", "use another tokenizer"),
+    ("tokenizer_type", "TikTokenizer", "tiktoken", "use another tokenizer"),
+    *(("tokenizer_type", name, "sentencepiece", "use another tokenizer") for name in _SENTENCES),
+    ("async_strategy", "nvrx", "nvidia_resiliency_ext", "add --async-strategy mcore"),
+)
 # Arguments of Megatron 0.16 to main that may request a CUDA graph of the whole iteration;
 # Megatron's validation moves values of the later ones into the first.
 FULL_ITERATION = "full_iteration"
@@ -139,12 +153,29 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "needs a writer of Megatron's",
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
+    _check_packages(args)
     check_graphs(args)
     _check_model(args)
     _check_fp8_params(args)
     _check_layout(args, placement, config)
     _check_batch(args, placement, config)
     _check_checkpoints(args)
+
+
+def _check_packages(args: Namespace) -> None:
+    """Refuse arguments that need a package that is not installed here."""
+    for name, needing, module, remedy in NEEDED:
+        value = getattr(args, name, None)
+        if not _is_refused(value, needing) or module in sys.modules or find_spec(module):
+            continue
+        if name == "async_strategy" and not (args.async_save and args.use_persistent_ckpt_worker):
+            continue  # Megatron then saves synchronously
+        package = module.replace("_", "-")
+        raise UsageError(
+            flag_of(name) if value is True else f"{flag_of(name)} {value}",
+            f"needs the package {package}, which is not installed",
+            f"pip install {package}, or {remedy}",
+        )
 
 
 def check_graphs(args: Namespace) -> None:
@@ -229,7 +260,7 @@ def _check_checkpoints(args: Namespace) -> None:
 
 def _is_refused(value: object, refused: object) -> bool:
     if refused is None:
-        return value not in (None, False, 0, 0.0, [], ())
+        return value not in (None, False, 0, 0.0, "", [], ())
     return value == refused
 
 

@@ -44,6 +44,8 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
     "units": ({"edit_log_units_to_tensorboard": True}, "--edit-log-units-to-tensorboard",
               "a writer of Megatron"),
+    "package": ({"tokenizer_type": "SentencePieceTokenizer"},
+                "--tokenizer-type SentencePieceTokenizer", "needs the package sentencepiece"),
     "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "a writable folder"),
 }  # fmt: skip
 

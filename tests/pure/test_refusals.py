@@ -17,7 +17,12 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.host.arguments import check_arguments, check_graphs, resolve_sync_mode
+from megatron_edit.host.arguments import (
+    NEEDED,
+    check_arguments,
+    check_graphs,
+    resolve_sync_mode,
+)
 from megatron_edit.host.attach import Attachment
 from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds, check_schedule
 from tests.pure.test_host_parts import arguments
@@ -129,6 +134,26 @@ def test_quantized_parameters_are_accepted_or_refused(
     with pytest.raises(UsageError) as caught:
         check_arguments(args, place, config)
     assert flag in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value", "module", "remedy"), NEEDED)
+def test_flags_that_need_absent_packages_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object, module: str, remedy: str
+) -> None:
+    """The line names flag, package and remedy. Would catch a traceback on one rank, hours later."""
+    given = {name: "name" if value is None else value, "wandb_exp_name": "a run"}
+    saves = {"async_save": True, "use_persistent_ckpt_worker": True}
+    config, place = EditConfig(use_edit=True, num_replicas=2), Placement(2, 0, 1, 0, True)
+    monkeypatch.setattr("megatron_edit.host.arguments.sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("megatron_edit.host.arguments.find_spec", lambda name: True)
+    check_arguments(arguments(**given, **saves), place, config)
+    monkeypatch.setattr("megatron_edit.host.arguments.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        check_arguments(arguments(**given, **saves), place, config)
+    text, package = str(caught.value), module.replace("_", "-")
+    assert text.startswith(f"--{name.replace('_', '-')}") and text.endswith(f"or {remedy}")
+    assert f"needs the package {package}, " in text and f"; pip install {package}" in text
+    check_arguments(arguments(async_strategy="nvrx", async_save=False), place, config)
 
 
 class Scope(Enum):
