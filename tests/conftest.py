@@ -26,7 +26,6 @@ SYSTEM = Path(__file__).parent / "system"
 QUICK_SYSTEM_FILES = {
     "test_plan_check.py",
     "test_quickstart_parts.py",
-    "test_slurm_docs.py",
     "test_slurm_parts.py",
     "test_support.py",
     "test_unreadable_paths.py",

@@ -111,17 +111,11 @@ class EditCallback:
         self._loop.begin_evaluation("test")
 
     def on_eval_step_start(self, context: CallbackContext) -> None:
-        """A batch of a validation begins."""
-        self._loop.count_evaluation_batch()
-
-    def on_test_step_start(self, context: CallbackContext) -> None:
-        """A batch of a test begins."""
+        """A batch of a validation or test begins."""
         self._loop.count_evaluation_batch()
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """A validation has ended."""
+        """A validation or test has ended."""
         self._loop.end_evaluation(context)
 
-    def on_test_end(self, context: CallbackContext) -> None:
-        """A test has ended."""
-        self._loop.end_evaluation(context)
+    on_test_step_start, on_test_end = on_eval_step_start, on_eval_end

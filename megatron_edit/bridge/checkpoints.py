@@ -7,7 +7,6 @@ have the same replicas, ranks and settings; then it continues bit for bit, also 
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +108,25 @@ class BridgeLoads(LoadControl):
         what = f"checkpoint.load {path.parent}"
         file = path / f"rank-{place.rank}.pt"
         if not file.exists():
-            rule, remedy = f"lacks {FOLDER}/{file.name}", "set checkpoint.ckpt_step to another one"
-            raise UsageError(what, rule, remedy)
+            raise UsageError(
+                what, f"lacks {FOLDER}/{file.name}", "set checkpoint.ckpt_step to another one"
+            )
         with torch.serialization.safe_globals(_SAVED_TYPES):
             saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         if saved["header"]["replica"] != place.replica:
-            rule = "is the checkpoint of one replica alone"
-            raise UsageError(what, rule, "load the folder that contains replica-0")
+            raise UsageError(
+                what,
+                "is the checkpoint of one replica alone",
+                "load the folder that contains replica-0",
+            )
         expected = _header(self._config, place)
         for name, value in expected.items():
             if saved["header"].get(name) != value:
-                rule = f"was saved with {name} {saved['header'].get(name)}, this run has {value}"
-                raise UsageError(what, rule, "resume with the settings of the checkpoint")
+                raise UsageError(
+                    what,
+                    f"was saved with {name} {saved['header'].get(name)}, this run has {value}",
+                    "resume with the settings of the checkpoint",
+                )
         return saved
 
 
@@ -149,10 +155,9 @@ def save_state(
     }
     path = _iteration_folder(Path(folder), step) / FOLDER
     path.mkdir(parents=True, exist_ok=True)
-    file = path / f"rank-{place.rank}.pt"
-    partial = file.with_suffix(".partial")
+    partial = path / f"rank-{place.rank}.partial"
     torch.save(content, partial)
-    os.replace(partial, file)
+    partial.replace(partial.with_suffix(".pt"))
 
 
 def _header(config: EditConfig, place: Placement) -> dict[str, Any]:

@@ -103,12 +103,9 @@ class BridgeLoop(TrainingLoop):
     def _given(self) -> tuple[TrainingRun, ConfigContainer, ConfigArguments]:
         """The run and the configuration, in callbacks."""
         if self._run is None or self._bridge is None or self._bridge_args is None:
-            raise self._without_begin()
+            rule = "was not called before the first step, so that EDiT would not train"
+            raise UsageError(f"the callback {BEGIN} of EditCallback", rule, _REMEDY)
         return self._run, self._bridge, self._bridge_args
-
-    def _without_begin(self) -> UsageError:
-        rule = "was not called before the first step, so that EDiT would not train"
-        return UsageError(f"the callback {BEGIN} of EditCallback", rule, _REMEDY)
 
     # ---- wrapped functions
 
@@ -129,8 +126,7 @@ class BridgeLoop(TrainingLoop):
         return built
 
     def _first_step(self, call: Call[object]) -> object:
-        if self._run is None:
-            raise self._without_begin()
+        _ = self._given  # raises the error of a callback that was not called
         return call.proceed()
 
     # ---- callbacks

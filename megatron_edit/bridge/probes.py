@@ -38,8 +38,9 @@ def check_bridge() -> None:
 
     name = f"megatron-bridge {version}"
     if not str(version).startswith(SUPPORTED):
-        rule, remedy = f"only {SUPPORTED}x is supported", "install megatron-bridge 0.6.2"
-        raise HostVersionError(name, rule, remedy)
+        raise HostVersionError(
+            name, f"only {SUPPORTED}x is supported", "install megatron-bridge 0.6.2"
+        )
     check_probes(PROBES)
     for event in EVENTS:
         if event not in VALID_EVENTS:

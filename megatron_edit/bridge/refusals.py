@@ -50,28 +50,22 @@ def check_settings(config: ConfigContainer, edit: EditConfig) -> None:
     Raises:
         UsageError: a setting is refused.
     """
-    if edit.hub is not None:
-        raise UsageError(f"optimizer.hub {edit.hub}", _LATER, "use a fixed set of replicas")
-    if STRATEGIES[edit.strategy].is_timed:
-        raise UsageError(f"optimizer.strategy {edit.strategy}", _LATER, "use edit")
-    if edit.auto:
-        raise UsageError(
-            "optimizer.auto", _LATER, "give the settings that megatron-edit plan names"
-        )
-    if config.optimizer.optimizer != ADAM:
-        raise UsageError(f"optimizer.optimizer {config.optimizer.optimizer}", _LATER, "use adam")
-    loader = getattr(config.dataset, "dataloader_type", None)
-    if loader not in ("single", "cyclic"):
-        raise UsageError(
-            f"dataset.dataloader_type {loader}",
-            "its samples cannot be shared out among the replicas",
-            "use single or cyclic",
-        )
-    for path, rule, remedy in REFUSED:
-        value = _value_at(config, path)
+    inner, loader = config.optimizer.optimizer, getattr(config.dataset, "dataloader_type", None)
+    unshared = "its samples cannot be shared out among the replicas"
+    found = [(path, _value_at(config, path), rule, remedy) for path, rule, remedy in REFUSED]
+    for path, value, rule, remedy in (
+        ("optimizer.hub", edit.hub, _LATER, "use a fixed set of replicas"),
+        ("optimizer.strategy", STRATEGIES[edit.strategy].is_timed and edit.strategy, _LATER,
+         "use edit"),
+        ("optimizer.auto", edit.auto, _LATER, "give the settings that megatron-edit plan names"),
+        ("optimizer.optimizer", inner != ADAM and inner, _LATER, "use adam"),
+        ("dataset.dataloader_type", loader not in ("single", "cyclic") and str(loader), unshared,
+         "use single or cyclic"),
+        *found,
+    ):  # fmt: skip
         if value not in (None, False, 0, (), [], -1):
-            shown = path if value is True or not _is_short(value) else f"{path} {value}"
-            raise UsageError(shown, rule, remedy)
+            is_shown = value is not True and isinstance(value, int | float | str)
+            raise UsageError(f"{path} {value}" if is_shown else path, rule, remedy)
 
 
 def _value_at(config: object, path: str) -> Any:
@@ -80,7 +74,3 @@ def _value_at(config: object, path: str) -> Any:
         value = getattr(value, name, None)
     enabled = getattr(value, "enabled", getattr(value, "enable_ft_package", None))
     return value if enabled is None else enabled
-
-
-def _is_short(value: object) -> bool:
-    return isinstance(value, int | float | str)

@@ -1,9 +1,10 @@
-"""Trains a tiny GPT by Megatron-Bridge: `bridge_run.py bridge_cases.py JSON`.
+"""Trains a tiny GPT by Megatron-Bridge: `bridge_cases.py JSON`.
 
 JSON has `settings` of EDiT, values of the `config` by path, `how` the callback is used, and the
 folder `out`, in which each replica writes a hash of its parameters after every step.
 """
 
+# ruff: noqa: E402 - Megatron is imported after `prepare_cpu`.
 from __future__ import annotations
 
 import copy
@@ -14,6 +15,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_edit.bridge import EditCallback, edit_recipe
+from megatron_edit.bridge.cpu import prepare_cpu
+
+prepare_cpu()
 
 import megatron.bridge.training.initialize as initialize
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
@@ -33,8 +39,6 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
-
-from megatron_edit.bridge import EditCallback, edit_recipe
 
 SEQ_LENGTH, STEPS = 32, 9
 

@@ -18,10 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNER, CASES = (
-    Path(__file__).with_name("bridge_run.py"),
-    Path(__file__).with_name("bridge_cases.py"),
-)
+CASES = Path(__file__).with_name("bridge_cases.py")
 LIMIT_SECONDS = 240
 SETTINGS = {"num_replicas": 2, "sync_interval": 3, "warmup_steps": 2, "digest_interval": 1}
 SYNCS, STEPS = (5, 8, 9), 9
@@ -49,7 +46,7 @@ pytestmark = [
 def launch(num_ranks: int, script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a script of Megatron-Bridge under torchrun; return what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node", str(num_ranks), str(RUNNER), str(script), *words]  # fmt: skip
+               "--nproc-per-node", str(num_ranks), str(script), *words]  # fmt: skip
     return subprocess.run(
         command,
         cwd=script.parent,

@@ -14,7 +14,8 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from tests.harness.launch import REPOSITORY
-from tests.system.test_docs import LINK, commands
+from tests.harness.pages import commands
+from tests.system.test_docs import LINK
 
 PAGE = REPOSITORY / "docs" / "choosing.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -39,7 +40,7 @@ def rows(table: str) -> list[list[str]]:
 @cache
 def base_command() -> list[str]:
     """Return the words of the page's plan command, without its link."""
-    (line,) = (c.words for c in commands() if c.document == "docs/choosing.md")
+    (line,) = (c.words for c in commands("", document="docs/choosing.md"))
     at = line.index("--link")
     return [*line[1:at], *line[at + 2 :]]
 

@@ -1,165 +1,394 @@
 """The documents: their commands run, their links and flags exist.
 
-Every command in a shell fence of README.md, of those in configs/ and patches/, and of docs/*.md is
-handled by exactly one of:
-
-| kind | how it is tested |
-|---|---|
-| prepare_corpus | run, on less text |
-| torchrun of scripts/ | run, for a few steps |
-| other torchrun, megatron-edit check | run through `megatron-edit check`, with a tiny model |
-| megatron-edit compare | run with `--list` and a tiny model: checks all runs, starts none |
-| megatron-edit plan | run |
-| megatron-edit inspect | run on a checkpoint without files |
-| megatron-edit patch | run on a folder with the required files of a clone |
-| git apply | git reads the patches; tests/pure/test_patch.py applies them |
-| megatron-edit doctor, also under torchrun | run with one rank, without Megatron |
-| megatron-edit report, watch | run on synthetic event files |
-| make_flags_doc, make_api_doc, plan_check | run with --check |
-| event_runs | run, with synthetic event files instead of trainings |
-| compare_surfaces | run, with one surface |
-| quickstart.sh, test.sh, gpu_check.sh | run with a stub interpreter that records its calls |
-| ft_launcher | checked like torchrun; run by test_ft_launcher.py |
-| the export of Megatron-LM | run by test_export.py |
-| docker, apptainer, enroot, kubectl, sky | their files are checked by test_recipes.py |
-| sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
-| megatron-edit hub, openssl; commands with --edit-hub | run by test_elastic_docs.py |
-| megatron-edit init | run |
-| variables, export, preprocess_data of Megatron-LM | run by test_cluster_doc.py |
-| pip install, pip wheel, git clone, cd | not run; extras and URLs are checked |
+Every block of commands of README.md, of those in configs/ and patches/, and of docs/*.md runs as it
+stands, in the order of its page, in a clone of this repository. `PAGES` says what is replaced:
+hosts, sizes, seconds, and the reader's own files. `ELSEWHERE` names the pages that another file
+runs, since several terminals are needed. What cannot run here has a line above it in the page,
+`*Not run by the tests: REASON.*`. `test_blocks_of_commands_are_counted` prints the numbers.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import compare_surfaces
 import pytest
 
-from megatron_edit import __version__
-from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
-from megatron_edit.checkpoint.manifest import Manifest
-from megatron_edit.comm.hub_store import LEAST_TORCH
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
-from megatron_edit.saved_state import ReplicaEntry
-from megatron_edit.tools.cli import SUBCOMMANDS, main
-from megatron_edit.tools.compare.flags import without
-from tests.behaviour import event_runs
 from tests.harness import tiny_gpt
 from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
+from tests.harness.otlp_receiver import collector
+from tests.harness.pages import DOCUMENTS, SHELLS, Block, Command, Shell, blocks, commands, fences
+from tests.harness.ports import free_ports
 from tests.harness.quotes import quotes, shape_of
 
-DOCUMENTS = [
-    *(REPOSITORY / place / "README.md" for place in (".", "configs", "patches")),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
-]
-SHELLS = ("sh", "bash", "shell", "console")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"--(?:use-edit|edit-[a-z0-9-]*[a-z0-9])")
+OTHER_LANGUAGES = ("", "text", "ini", "python")
+PROGRAMS = re.compile(r"^(?:torchrun|megatron-edit|pip|python|bash|git|sbatch) ", re.MULTILINE)
 MOST_PAGES_OF_README = 8
-APEX = "https://github.com/NVIDIA/apex"
-THIS, NAME = (
-    "URL-OF-THIS-REPOSITORY",
-    "megatron_edit",
-)  # placeholder, as the address depends on the host
+CLONE = "MEGATRON_LM_DIR"
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
-# Stub of the environment's interpreter: it records these calls, and runs Python for all others.
-STUB = """\
-#!/bin/bash
-case "$*" in
-    "-m ruff"*|"-m mypy"*|"-m pytest"*|*quickstart.py*|*gpu_check.py*) echo "$*" >>"$CALLS" ;;
-    *) exec {python} "$@" ;;
-esac
-"""
+
+ELSEWHERE = {"docs/elastic.md": "tests/system/test_elastic_docs.py"}
+# Sizes that are added to a training of configs/tiny_cpu.args, and to one with flags of its own.
+SMALL = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --lr-warmup-iters 0 --train-iters 4 "
+    "--eval-iters 1 --eval-interval 4 --edit-warmup-steps 2 --edit-sync-interval 1"
+)
+SMALL_7B = (
+    f"{SMALL} --ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32 --vocab-size 4096 "
+    "--micro-batch-size 1 --global-batch-size 8 --edit-num-replicas 2"
+)
+VALID = "--valid-data-path corpus/corpus_valid"
+# The reader's own flags: the batch suits 32 ranks.
+FLAGS = shlex.join(
+    [*tiny_gpt(global_batch_size=64, train_iters=4),
+     "--edit-warmup-steps", "2", "--edit-sync-interval", "1"]
+)  # fmt: skip
+SYNCED = "sync 2 after iteration 4"
+# On all pages, where they occur: hosts, ranks, and paths.
+EVERYWHERE = {
+    "--nnodes 4 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 4",
+    "--nnodes 2 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 2",
+    "--nnodes 8 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 2",
+    "torchrun --nproc-per-node 8": "torchrun --nproc-per-node 2",
+    "torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node",
+    "node0:29500": "127.0.0.1:{port}",
+    "=wg0": "=lo",
+    "URL-OF-THIS-REPOSITORY": "{source}",
+    "PATH_TO_MEGATRON_LM": "{megatron_lm}",
+    "SHARED_FOLDER": "{shared}",
+    "--output-dir corpus": "--output-dir corpus --max-megabytes 0.4",
+}
+NEEDS_CLONE = ("PATH_TO_MEGATRON_LM/tools", "git -C PATH_TO_MEGATRON_LM")
 
 
 @dataclass(frozen=True)
-class Command:
-    """A command of a document."""
+class Page:
+    """How a page is run.
 
-    document: str
-    line: str
+    Attributes:
+        replaced: hosts, sizes, seconds and the reader's files, in this order; each must occur.
+        shows: what its commands print, in this order.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.document}: {self.line}"
-
-    @property
-    def words(self) -> list[str]:
-        """Words of the command as the shell splits it, without leading variable assignments."""
-        words = shlex.split(self.line)
-        while words and re.match(r"[A-Z_]+=", words[0]):
-            words.pop(0)
-        return words
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    shows: tuple[str, ...] = ()
 
 
-def commands() -> Iterator[Command]:
-    """Yield every command of every shell fence, with continued lines joined."""
+QUICK = {"bash scripts/quickstart.sh": "bash scripts/quickstart.sh --train-iters 44"}
+TESTS = ("-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -n 2 ")
+CHECKED = "ok: 4 replicas x 8 ranks, strategy edit"
+OF_READER = "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
+MOCK = "--tokenizer-type NullTokenizer --vocab-size 31999"
+PAGES = {
+    "README.md": Page(
+        {**QUICK, "torchrun --standalone --nproc-per-node 2 -m megatron_edit pretrain_gpt":
+             "torchrun --standalone --nproc-per-node 1 -m megatron_edit pretrain_gpt",
+         "node0:29400": "127.0.0.1:{other_port}"},
+        ("quickstart_out", *TESTS, SYNCED, SYNCED, CHECKED, "pretrain_gpt.py",
+         "all-reduce among the replicas"),
+    ),
+    "configs/README.md": Page(
+        {VALID: f"{VALID} {SMALL} --edit-log-dir log", "--standalone --nproc-per-node 4":
+         "--standalone --nproc-per-node 2", OF_READER: MOCK,
+         "--data-path DATA": f"--data-path corpus/corpus {SMALL_7B}"},
+        (SYNCED, "of the ideal", SYNCED),
+    ),
+    "patches/README.md": Page(
+        {"pretrain_gpt.py $FLAGS": "{megatron_lm}/pretrain_gpt.py $FLAGS"},
+        ("pretrain_gpt.py", SYNCED),
+    ),
+    "docs/checkpoints.md": Page(
+        {"--save-interval 500": "--save-interval 2", "--ckpt-step 500": "--ckpt-step 2"},
+        (SYNCED, "runs/a"),
+    ),
+    "docs/choosing.md": Page(shows=("of the ideal",)),
+    "docs/cluster.md": Page(
+        {OF_READER: MOCK, "=eth0": "=lo", "--edit-log-dir runs/7b/log\n":
+         f"--edit-log-dir runs/7b/log {SMALL_7B} --save-interval 4\n"},
+        ("of the ideal", CHECKED, "sync mode overlap", "all-reduce among the replicas",
+         "replica 0 is on node1 (8 ranks), node2 (8 ranks)",
+         "replica 1 is on node10 (8 ranks), node11 (8 ranks)", SYNCED, "sbatch --nodes=4"),
+    ),
+    "docs/compare.md": Page(
+        {"--edit-num-replicas 4 --edit-warmup-steps 1000 --edit-sync-interval 128":
+         "--edit-num-replicas 2 --edit-warmup-steps 2 --edit-sync-interval 1",
+         "--edit-sync-seconds 60": "--edit-sync-seconds 1", "--seeds 1,2,3": "--seeds 1",
+         "--nproc-per-node 8": "--nproc-per-node 2"},
+        ("a-edit",),
+    ),
+    "docs/contributing.md": Page(
+        {"--out before.runs": "--out before.runs --only edit",
+         "--out after.runs": "--out after.runs --only edit",
+         "--out before.surfaces": "--out before.surfaces --only help",
+         "--out after.surfaces": "--out after.surfaces --only help"},
+        (*TESTS, "-m pytest tests/pure -k detector"),
+    ),
+    "docs/healthy-log.md": Page({VALID: f"{VALID} --hidden-size 64 --edit-log-dir log"}),
+    "docs/install.md": Page(),
+    "docs/monitoring.md": Page(),
+    "docs/plan.md": Page(shows=("of the ideal", "share_of_ideal", "ok: 8 replicas x 8 ranks")),
+    "docs/quickstart.md": Page(
+        {**QUICK, "--standalone --nproc-per-node 4": "--standalone --nproc-per-node 2",
+         "--edit-log-dir log": f"--edit-log-dir log {SMALL}"},
+        (SYNCED, "pretrain_gpt.py", CHECKED, "of the ideal"),
+    ),
+    "docs/slurm.md": Page({"JOB": "7"}, ("sbatch --nodes", "scancel --batch --signal=USR1 7")),
+    "docs/telemetry.md": Page({"http://collector:4318": "{otlp}"}, (SYNCED, SYNCED)),
+    "docs/troubleshooting.md": Page(
+        shows=("symbols of Megatron", "shared folder", "ok: 2 replicas x 8 ranks")
+    ),
+    "docs/tuning.md": Page(
+        {"--edit-warmup-steps 40": "--edit-warmup-steps 20",
+         VALID: f"{VALID} --num-layers 1 --hidden-size 64 --train-iters 36 --eval-iters 1"},
+        ("--edit-auto after step 20: tau 8", "--edit-auto expects", "--edit-auto measured",
+         "sync 2 after iteration 36"),
+    ),
+    "docs/two-sites.md": Page(shows=("all-reduce among the replicas",)),
+}  # fmt: skip
+
+
+def runnable() -> dict[str, list[Block]]:
+    """Return the blocks of each page that the page does not say are not run."""
+    found = {path.relative_to(REPOSITORY).as_posix(): blocks(path) for path in DOCUMENTS}
+    kept = {page: [b for b in each if not b.not_run] for page, each in found.items()}
+    return {page: each for page, each in kept.items() if each}
+
+
+# Stands for the interpreter of the environment that scripts/setup.sh makes: it is up to date, shows
+# how the programs are called that run these tests themselves, and runs Python for all others.
+PYTHON = """\
+#!/bin/bash
+case "$*" in
+    "- /"*) echo current ;;
+    "-m ruff"*|"-m mypy"*|"-m pytest"*) echo "$*" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+# Stands for SLURM's commands; test_slurm.py gives the same commands to the real ones.
+SLURM = """\
+#!/bin/bash
+echo "${0##*/}" "$@"
+case "${!#}" in *.sbatch) test -f "${!#}" ;; esac
+"""
+
+
+class Runs:
+    """Runs pages, each once, in a clone and a shell of its own.
+
+    Attributes:
+        folder: of everything.
+        source: a repository with the files of this one.
+    """
+
+    def __init__(self, folder: Path, otlp: str) -> None:
+        self.folder, self.source = folder, folder / "source"
+        self._outputs: dict[str, str] = {}
+        self._python = _make_environment(folder / "environment")
+        ports = [str(port) for port in free_ports(2)]
+        self._values = {
+            "source": self.source, "megatron_lm": folder / "Megatron-LM", "shared": folder,
+            "port": ports[0], "other_port": ports[1], "otlp": otlp,
+        }  # fmt: skip
+        ignored = (REPOSITORY / ".gitignore").read_text(encoding="utf-8").split()
+        names = [".git", *(line.strip("/").rpartition("/")[2] for line in ignored)]
+        shutil.copytree(REPOSITORY, self.source, ignore=shutil.ignore_patterns(*names))
+        shutil.copy(REPOSITORY / "scripts" / "pretrain_gpt.py", self.source)  # the reader's script
+        who = "-c user.name=test -c user.email=test@localhost"
+        self._run_lines(
+            self.source,
+            f"""git init -q; git add -A; git {who} commit -qm source
+            python scripts/prepare_corpus.py --output-dir ../corpus --max-megabytes 0.4""",
+        )
+        _copy_megatron_lm(folder / "Megatron-LM")
+
+    def clone(self, page: str) -> Path:
+        """Return the clone in which a page runs."""
+        return self.folder / page.replace("/", "-") / "megatron_edit"
+
+    def output(self, page: str) -> str:
+        """Run the blocks of a page, unless that has been done; return what they printed."""
+        if page not in self._outputs:
+            clone = self.clone(page)
+            clone.parent.mkdir()
+            if page != "README.md":  # which makes the clone itself
+                self._run_lines(clone.parent, f"git clone -q {self.source} {clone.name}")
+                self._give_files(clone)
+            start = clone if clone.exists() else clone.parent
+            self._outputs[page] = self._run_lines(start, *self.texts(page), clone=clone)
+        return self._outputs[page]
+
+    def texts(self, page: str) -> list[str]:
+        """Return the blocks of a page that can run here, for this machine."""
+        texts = [b.text for b in runnable()[page] if not needs_missing_clone(b)]
+        for table in (EVERYWHERE, PAGES[page].replaced):
+            for old, new in table.items():
+                replaced = [text.replace(old, new.format_map(self._values)) for text in texts]
+                assert table is EVERYWHERE or replaced != texts, f"{page} does not have {old}"
+                texts = replaced
+        return texts
+
+    def _run_lines(self, folder: Path, *texts: str, clone: Path | None = None) -> str:
+        env = ENVIRONMENT | {
+            "PATH": f"{self._python.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(clone or self.source), "FLAGS": FLAGS,
+            "EDIT_PYTHON": str(self._python),
+            "MEGATRON_EDIT_VENV": str(self._python.parent.parent / "stub"),
+            "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "false",
+        }  # fmt: skip
+        if clone == self.clone("docs/install.md"):
+            del env["PYTHONPATH"]  # what the page installs is imported
+        with closing(Shell(folder, env)) as shell:
+            return "".join([shell.run(text) for text in texts])
+
+    def _give_files(self, clone: Path) -> None:
+        """Give a page what its reader has: corpus, event files, and another version beside."""
+        shutil.copytree(self.folder / "corpus", clone / "corpus")
+        for suffix in ("bin", "idx"):
+            shutil.copy(clone / "corpus" / f"corpus.{suffix}",
+                        clone / f"corpus_text_document.{suffix}")  # fmt: skip
+        (clone / "corpus.jsonl").write_text(json.dumps({"text": "1 2 3 4 " * 2000}) + "\n")
+        shutil.copytree(clone / "corpus", clone / "quickstart_out" / "corpus")
+        (clone.parent / "before").symlink_to(self.source)
+        if clone == self.clone("docs/monitoring.md"):
+            for name in ("log", "other_log"):
+                SyntheticRun(rounds=3).write(clone / name)
+
+
+def _make_environment(folder: Path) -> Path:
+    """Make an environment with the packages of the tests'; pip cannot change those in it."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=100)
+    (site,) = folder.glob("lib/python*/site-packages")
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    (site / "base.pth").write_text("\n".join(packages))
+    python = folder / "bin" / "python"
+    (folder / "stub" / "bin").mkdir(parents=True)
+    (folder / "stub" / ".megatron_edit_stamp").write_text("current\n")
+    for path, text in {
+        "bin/torchrun": f'#!/bin/bash\nexec {python} -m torch.distributed.run "$@"\n',
+        "bin/megatron-edit": f'#!/bin/bash\nexec {python} -m megatron_edit "$@"\n',
+        "bin/sbatch": SLURM,
+        "bin/scancel": SLURM,
+        "stub/bin/python": PYTHON.format(python=python),
+    }.items():
+        (folder / path).write_text(text)
+        (folder / path).chmod(0o755)
+    return python
+
+
+def needs_missing_clone(block: Block) -> bool:
+    """Return whether a block needs a clone of Megatron-LM, and there is none."""
+    return CLONE not in os.environ and any(part in block.text for part in NEEDS_CLONE)
+
+
+def _copy_megatron_lm(folder: Path) -> None:
+    """Copy the clone of Megatron-LM, or what `megatron-edit patch` looks for in one."""
+    if CLONE in os.environ:
+        clone = Path(os.environ[CLONE])
+        for name in ("megatron", "tools"):
+            shutil.copytree(clone / name, folder / name)
+        for script in clone.glob("*.py"):
+            shutil.copy(script, folder)
+        return
+    info = folder / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\n")
+    shutil.copy(REPOSITORY / "scripts" / "pretrain_gpt.py", folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Run pages, each once for all tests."""
+    with collector() as receiver:
+        yield Runs(tmp_path_factory.mktemp("documents"), receiver.url)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_of_commands_run(runs: Runs, page: str) -> None:
+    """Would catch a command that does not work as the page has it."""
+    rest = runs.output(page)
+    for part in PAGES[page].shows:
+        _, found, rest = rest.partition(part)
+        assert found, f"{part} is not in the output of {page}\n{runs.output(page)[-8000:]}"
+
+
+def test_blocks_of_commands_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a block that is neither run nor said not to be."""
+    pages = runnable()
+    assert set(pages) == {*PAGES, *ELSEWHERE}
+    for page, test in ELSEWHERE.items():
+        text = (REPOSITORY / test).read_text(encoding="utf-8")
+        assert "commands" in text and page in text, f"{test} does not run the commands of {page}"
     for path in DOCUMENTS:
-        for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
-            if language in SHELLS:
-                for line in body.replace("\\\n", " ").splitlines():
-                    if line.strip() and not line.startswith("#"):
-                        yield Command(str(path.relative_to(REPOSITORY)), line.strip())
+        others = [block for block in fences(path) if block.language not in SHELLS]
+        assert {block.language for block in others} <= set(OTHER_LANGUAGES), path
+        assert [block for block in others if PROGRAMS.search(block.text)] == []
+    reasons = collections.Counter(
+        b.not_run for path in DOCUMENTS for b in blocks(path) if b.not_run
+    )
+    found = [block for each in pages.values() for block in each]
+    missing = sum(map(needs_missing_clone, found))
+    if missing:
+        reasons[f"needs a clone of Megatron-LM ({CLONE})"] = missing
+    with capsys.disabled():
+        print(
+            f"\ndocuments: {len(found) - missing} blocks of commands run, "
+            f"{reasons.total()} not run:",
+            "; ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())),
+        )
 
 
-def kind_of(command: Command) -> str:
-    """Return the kind of a command, which decides how it is tested; "" if unknown."""
-    words, line = command.words, command.line
-    if not words:
-        return "variables"
-    if words[0] == "export":
-        return "export"
-    if words[:2] in (["pip", "install"], ["pip", "wheel"], ["git", "clone"]) or words[0] == "cd":
-        return "install"
-    if words[0] == "git" and "apply" in words:
-        return "git apply"
-    if words[0] in ("docker", "apptainer", "enroot", "kubectl", "sky"):
-        return "container"
-    if words[0] in ("sbatch", "scancel") or "scripts/slurm/submit.sh" in words:
-        return "slurm"
-    if words[0] == "bash":
-        return "script"
-    if "doctor" in words:
-        return "doctor"
-    if "--edit-hub" in words:
-        return "replica" if "scripts/pretrain_gpt.py" in line else "elastic check"
-    if words[0] == "openssl":
-        return "token"
-    if "PATH_TO_MEGATRON_LM/examples/post_training/modelopt/export.py" in words:
-        return "hugging face"
-    if words[0] in ("torchrun", "ft_launcher"):
-        return "launch" if "scripts/pretrain_gpt.py" in line else "check"
-    if words[0] == "megatron-edit":
-        return words[1] if words[1] in SUBCOMMANDS else ""
-    python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "pages",
-                      "scripts/make_api_doc.py": "pages",
-                      "tests/behaviour/event_runs.py": "event runs",
-                      "scripts/compare_surfaces.py": "surfaces",
-                      "benchmarks/plan_check.py": "plan tables",
-                      "PATH_TO_MEGATRON_LM/tools/preprocess_data.py": "preprocess"}  # fmt: skip
-    return python_scripts.get(words[1], "") if words[0] == "python" else ""
+def test_generated_pages_are_current(runs: Runs) -> None:
+    """Would catch a change of config.py without `python scripts/make_flags_doc.py`, of a public
+    signature or docstring without make_api_doc.py, of the cost model without plan_check.py."""
+    for page in ("docs/contributing.md", "docs/plan.md"):
+        runs.output(page)
+        git = ["git", "-C", str(runs.clone(page)), "status", "--porcelain", "docs", "benchmarks"]
+        assert run(git) == ""
 
 
-def commands_of_kind(kind: str) -> list[Command]:
-    """Return the distinct commands of one kind."""
-    found = {c.line: c for c in commands() if kind_of(c) == kind}
-    assert found, f"no command of kind {kind}: has the parser of documents lost them?"
-    return list(found.values())
+def test_healthy_log_is_printed(runs: Runs) -> None:
+    """Would catch a console line that a run does not print any more. Numbers may differ."""
+    page = "docs/healthy-log.md"
+    quoted = quotes(REPOSITORY / page, "a healthy run")
+    assert len(quoted) > 8
+    printed = runs.output(page).splitlines()
+    missing = [line for line in quoted if not any(map(shape_of(line).fullmatch, printed))]
+    assert missing == []
+
+
+def test_events_have_the_documented_fields(runs: Runs) -> None:
+    """Would catch a field missing in docs/events.md, and other event files."""
+    runs.output("docs/healthy-log.md")
+    log = runs.clone("docs/healthy-log.md") / "log"
+    assert {path.name for path in log.iterdir()} == {
+        "run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl", "replica-1.jsonl",
+        "replica-1.log", "run.lock"}  # fmt: skip
+    text = (REPOSITORY / "docs" / "events.md").read_text(encoding="utf-8")
+    for path in sorted(log.glob("*.json*")):
+        content = path.read_text(encoding="utf-8")
+        lines = [content] if path.suffix == ".json" else content.splitlines()
+        fields = {field for line in lines for field in json.loads(line)}
+        missing = [f for f in fields if not re.search(rf"`{f}[.\[`]", text)]
+        assert missing == [], path.name
 
 
 def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
@@ -172,305 +401,22 @@ def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
     return done.stdout
 
 
-def test_every_command_has_a_known_kind() -> None:
-    """Would catch a new kind of command without a test."""
-    assert [str(c) for c in commands() if not kind_of(c)] == []
-
-
-# ---- commands run as documented
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the documented prepare_corpus commands on less text."""
-    folder = tmp_path_factory.mktemp("documents")
-    for command in commands_of_kind("corpus"):
-        argv = [sys.executable, str(REPOSITORY / command.words[1]), *command.words[2:]]
-        run([*argv, "--max-megabytes", "0.4"], cwd=folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def launches(corpus: Path) -> dict[str, str]:
-    """Run the documented launches of this repository's script; return their output by document.
-
-    The commands run in a shell, in a folder that has the files that they name. Appended flags,
-    which override earlier ones, make them short, with half of the ranks.
-    """
-    short = "--eval-iters 1 --eval-interval 4 --num-layers 1 --hidden-size 64 --lr-warmup-iters 0"
-    given = f"{short} --train-iters 4 --edit-warmup-steps 2 --edit-sync-interval 1"
-    chosen = f"{short} --train-iters 36 --edit-warmup-steps 20"  # two rounds of the shortest tau
-    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
-    for name in ("scripts", "configs"):
-        (corpus / name).symlink_to(REPOSITORY / name)
-    outputs = {}
-    for command in commands_of_kind("launch"):
-        line = command.line.replace("torchrun", torchrun, 1)
-        line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
-        flags = chosen if "--edit-auto" in command.words else given
-        outputs[command.document] = run(["bash", "-c", f"{line} {flags}"], cwd=corpus)
-    return outputs
-
-
-@pytest.mark.timeout(400)
-def test_launches_of_own_script_run(corpus: Path, launches: dict[str, str]) -> None:
-    """Would catch a command of a document that does not train, or writes other event files."""
-    chosen = launches["docs/tuning.md"]
-    assert "--edit-auto after step 20: tau 8" in chosen and "sync 2 after iteration 36" in chosen
-    given = [output for page, output in launches.items() if page != "docs/tuning.md"]
-    assert all("sync 2 after iteration 4" in output for output in given)
-    events = {path.name for path in (corpus / "log").iterdir()}
-    assert events == {"run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl",
-                      "replica-1.jsonl", "replica-1.log", "run.lock"}  # fmt: skip
-
-
-@pytest.mark.timeout(400)
-def test_healthy_log_is_printed(launches: dict[str, str]) -> None:
-    """Would catch a console line that a run does not print any more. Numbers may differ."""
-    page = "docs/healthy-log.md"
-    quoted = quotes(REPOSITORY / page, "a healthy run")
-    assert len(quoted) > 8
-    printed = launches[page].splitlines()
-    missing = [line for line in quoted if not any(map(shape_of(line).fullmatch, printed))]
-    assert missing == []
-
-
-def test_events_have_the_documented_fields(corpus: Path) -> None:
-    """Would catch a field missing in docs/events.md. Uses the event files of the launch above."""
-    text = (REPOSITORY / "docs" / "events.md").read_text(encoding="utf-8")
-    if not (corpus / "log").exists():
-        pytest.skip("the launch did not run")
-    for path in sorted((corpus / "log").glob("*.json*")):
-        content = path.read_text(encoding="utf-8")
-        lines = [content] if path.suffix == ".json" else content.splitlines()
-        fields = {field for line in lines for field in json.loads(line)}
-        missing = [f for f in fields if not re.search(rf"`{f}[.\[`]", text)]
-        assert missing == [], path.name
-
-
-def test_generated_pages_are_current() -> None:
-    """Would catch a change of config.py without `python scripts/make_flags_doc.py`, of a public
-    signature or docstring without `python scripts/make_api_doc.py`."""
-    assert len(commands_of_kind("pages")) == 2
-    for command in commands_of_kind("pages"):
-        run([sys.executable, *command.words[1:], "--check"])
-
-
-def test_plan_tables_are_current() -> None:
-    """Would catch a changed cost model without `python benchmarks/plan_check.py`."""
-    for command in commands_of_kind("plan tables"):
-        run([sys.executable, *command.words[1:], "--check"])
-
-
-# ---- commands run in another form
+def commands_of_kind(kind: str) -> list[Command]:
+    """Return the commands of docs/elastic.md of one kind."""
+    parts = {
+        "corpus": "prepare_corpus.py", "hub": "megatron-edit hub", "token": "openssl",
+        "replica": "scripts/pretrain_gpt.py", "elastic check": "--edit-nominal-replicas",
+    }  # fmt: skip
+    return commands(parts[kind], document="docs/elastic.md")
 
 
 def as_check(command: Command) -> list[str]:
     """Return a `megatron-edit check` with the command's EDiT flags, and a tiny model for $FLAGS."""
     words = command.words
-    if words[0] in ("torchrun", "ft_launcher"):
-        ranks = [int(words[words.index(name) + 1]) for name in ("--nproc-per-node", "--nnodes")
-                 if name in words]  # fmt: skip
-        words = words[words.index("pretrain_gpt.py") :]  # with the launcher, or a patched script
-        words += ["--world-size", str(ranks[0] * (ranks[1] if len(ranks) > 1 else 1))]
-    else:
-        words = words[2:]
-    if words[0].endswith(".args"):  # with all that it needs
-        return ["check", *words]
-    if "$FLAGS" not in words:  # files of flags instead
-        _, script, flags = command.line.partition("pretrain_gpt.py")
-        given = run(["bash", "-c", f"printf '%s\\n' {flags}"]).splitlines()
-        size = words[words.index("--world-size") :]
-        # Replace the reader's tokenizer and corpus, which `check` would open.
-        given = without(given, ("--tokenizer-type", "--tokenizer-model", "--data-path"))
-        given += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "31999", "--mock-data"]
-        return ["check", str(REPOSITORY / "scripts" / script), *given, *size]
-    return _on_tiny_model(["check"], words)
-
-
-def _on_tiny_model(head: list[str], words: list[str]) -> list[str]:
-    assert words[:2] == ["pretrain_gpt.py", "$FLAGS"], words
+    if "--nproc-per-node" in words:
+        words += ["--world-size", words[words.index("--nproc-per-node") + 1]]
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
-    tiny = tiny_gpt(global_batch_size=128, tensor_model_parallel_size=2)
-    return [*head, script, *tiny, *words[2:]]
-
-
-def test_launches_and_checks_are_valid() -> None:
-    """Runs all in one process, which imports Megatron once. Would catch a renamed flag."""
-    argvs = [as_check(command) for command in commands_of_kind("check")]
-    assert any("--edit-rendezvous" in argv for argv in argvs)
-    compared = [
-        [*_on_tiny_model(["compare"], c.words[2:]), "--list"] for c in commands_of_kind("compare")
-    ]
-    code = (
-        "import sys; from megatron_edit.tools.cli import main;"
-        f"sys.exit(max(main(argv) for argv in {argvs + compared!r}))"
-    )
-    output = run([sys.executable, "-c", code])
-    assert output.count("ok: ") == len(argvs), output
-    assert output.count("to be run") >= 2 * len(compared), output
-
-
-def test_plan_commands_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Would catch a renamed flag of plan, or a renamed configuration."""
-    monkeypatch.chdir(REPOSITORY)
-    for command in commands_of_kind("plan"):
-        assert main(command.words[1:]) == 0
-        output = capsys.readouterr().out
-        assert ("share_of_ideal" if "--json" in command.words else "of the ideal") in output
-
-
-def test_inspect_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a renamed flag of inspect."""
-    monkeypatch.chdir(tmp_path)
-    for command in commands_of_kind("inspect"):
-        path = manifest_path(CheckpointFolder(Path(command.words[2])).final(500))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entry = ReplicaEntry(500, 0, 500, 500)
-        path.write_text(
-            Manifest(
-                500, "all", "edit", 1, 1, {}, {}, ("final",), False, 1, (entry,), {}, 1, 1
-            ).text()
-        )
-        assert main(command.words[1:]) == 0
-
-
-def test_patch_commands_run(tmp_path: Path) -> None:
-    """Would catch a renamed flag of patch."""
-    info = tmp_path / "megatron" / "core" / "package_info.py"
-    info.parent.mkdir(parents=True)
-    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\n")
-    (tmp_path / "pretrain_gpt.py").write_text("pretrain()\n")
-    for command in commands_of_kind("patch"):
-        words = [str(tmp_path) if x == "PATH_TO_MEGATRON_LM" else x for x in command.words[1:]]
-        assert str(tmp_path) in words and main(words) == 0, command
-
-
-def test_git_can_read_documented_patches() -> None:
-    """Would catch a missing folder of patches, or one that git cannot read."""
-    for command in commands_of_kind("git apply"):
-        words = command.words
-        assert words[:4] == ["git", "-C", "PATH_TO_MEGATRON_LM", "apply"]
-        line = shlex.join(["git", "apply", "--numstat", *words[4:-1]]) + " " + words[-1]
-        assert "pretrain_gpt.py" in run(["bash", "-c", line])
-
-
-def test_doctor_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a renamed flag of doctor. See test_doctor_links.py for several ranks."""
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for command in commands_of_kind("doctor"):
-        words = command.words[command.words.index("doctor") :]
-        words = [str(tmp_path) if x == "SHARED_FOLDER" else x for x in words]
-        assert main([*words, "--no-host"]) == 0, command
-
-
-def test_report_and_watch_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a renamed flag of report or watch."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("log", "other_log"):
-        SyntheticRun(rounds=3).write(tmp_path / name)
-    for command in [*commands_of_kind("report"), *commands_of_kind("watch")]:
-        assert main(command.words[1:]) == 0
-    assert (tmp_path / "log" / "report.html").is_file()
-    assert (tmp_path / "runs.html").is_file()
-
-
-def test_event_runs_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a renamed argument of event_runs.py. Real runs take minutes."""
-
-    def train(package: Path, run: event_runs.Run, folder: Path, extra: object) -> int:
-        SyntheticRun(rounds=1).write(folder / event_runs.EVENTS)
-        return 0
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(event_runs, "train", train)
-    monkeypatch.setattr(event_runs, "check_package", lambda package: None)
-    commands = commands_of_kind("event runs")
-    assert [command.words[2] for command in commands] == ["record", "record", "compare"]
-    for command in commands:
-        assert event_runs.main(command.words[2:]) == 0
-
-
-def test_compare_surfaces_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a renamed argument of compare_surfaces.py."""
-    (tmp_path / "before").symlink_to(REPOSITORY)
-    (tmp_path / "here").mkdir()
-    for name in ("docs", "megatron_edit"):
-        (tmp_path / "here" / name).symlink_to(REPOSITORY / name)
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(
-        compare_surfaces, "make_surfaces", lambda: [compare_surfaces.Surface("help", "--help")]
-    )
-    commands = commands_of_kind("surfaces")
-    assert [command.words[2] for command in commands] == ["record", "record", "compare"]
-    for command in commands:
-        assert compare_surfaces.main(command.words[2:]) == 0
-
-
-def test_shell_scripts_run(tmp_path: Path) -> None:
-    """They find the environment and start the right programs with their arguments."""
-    venv, calls = tmp_path / "venv", tmp_path / "calls"
-    (venv / "bin").mkdir(parents=True)
-    python = venv / "bin" / "python"
-    python.write_text(STUB.format(python=shlex.quote(sys.executable)))
-    python.chmod(0o755)
-    stamp = venv / ".megatron_edit_stamp"
-    stamp.write_text(_fingerprint())
-    for command in commands_of_kind("script"):
-        calls.write_text("")
-        run(command.words, MEGATRON_EDIT_VENV=str(venv), CALLS=str(calls))
-        made = calls.read_text().splitlines()
-        extra = " ".join(command.words[2:])
-        if command.words[1] == "scripts/test.sh":
-            assert {line.split()[1] for line in made} == {"ruff", "mypy", "pytest"}
-            tests = [line for line in made if line.startswith("-m pytest")]
-            extra = re.sub(
-                "^--rotating", "--full-share", extra
-            )  # with a share that depends on the commit
-            assert tests[-1] == made[-1] and all(extra in line for line in tests)
-        elif command.words[1] == "scripts/gpu_check.sh":
-            assert made == [f"{REPOSITORY}/benchmarks/gpu_check.py {extra}"]
-        else:
-            assert made == [f"{REPOSITORY}/scripts/quickstart.py {extra}".strip()]
-
-
-def _fingerprint() -> str:
-    """Return the stamp of an up-to-date environment, computed like scripts/setup.sh."""
-    text = (REPOSITORY / "scripts" / "setup.sh").read_text(encoding="utf-8")
-    program = re.search(r"<<'PY'\n(.*?)^PY$", text, re.MULTILINE | re.DOTALL)
-    assert program is not None
-    return run([sys.executable, "-c", program[1], str(REPOSITORY)])
-
-
-def test_install_commands_name_existing_extras() -> None:
-    """Would catch an extra missing in pyproject.toml, or Apex from another repository."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = set(project["project"]["optional-dependencies"])
-    (backend,) = project["build-system"]["requires"]
-    wheel = f"dist/{NAME}-{__version__}-py3-none-any.whl"
-    for command in commands_of_kind("install"):
-        if command.words[0] in ("git", "cd"):
-            assert command.line in (f"git clone {APEX}", f"git clone {THIS} {NAME}", f"cd {NAME}")
-            continue
-        what, _, named = command.words[-1].rstrip("]").partition("[")
-        if what.startswith("torch"):
-            assert what == f"torch>={LEAST_TORCH}", command
-            continue
-        if what == "./apex":
-            assert "--no-build-isolation" in command.words
-            continue
-        assert what in (".", NAME, wheel, backend), command
-        assert set(named.split(",")) - {""} <= extras, command
-
-
-def test_init_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a renamed argument of init."""
-    monkeypatch.chdir(tmp_path)
-    for command in commands_of_kind("init"):
-        assert main(command.words[1:]) == 0
+    return ["check", script, *tiny_gpt(global_batch_size=128), *words[words.index("$FLAGS") + 1 :]]
 
 
 # ---- flags and links

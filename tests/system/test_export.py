@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.harness import Flags, tiny_gpt, train
 from tests.harness.launch import REPOSITORY
+from tests.harness.pages import commands
 from tests.harness.ports import free_ports
 from tests.system.export_on_cpu import SCRIPT, TOKENS
-from tests.system.test_docs import commands_of_kind
 
 pytestmark = [pytest.mark.full, pytest.mark.clone, pytest.mark.timeout(400)]
 # A Llama of Hugging Face's, as docs/export.md says.
@@ -39,7 +39,7 @@ BF16 = 2.0**-8  # relative error of rounding to bf16; the script exports in it
 
 def export(folder: Path, clone: Path) -> None:
     """Run the documented command in a folder with the checkpoint, on the CPU."""
-    (command,) = commands_of_kind("hugging face")
+    (command,) = commands(SCRIPT)
     words = command.words[command.words.index(f"PATH_TO_MEGATRON_LM/{SCRIPT}") + 1 :]
     words = [word for word in words if word != "$FLAGS"]
     words += [*tiny_gpt(**LLAMA), "--export-force-local-attention"]

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from tests.harness.launch import REPOSITORY
+from tests.harness.pages import commands
 from tests.harness.slurm import Cluster, unavailable_reason, wait_until
 from tests.harness.slurm_jobs import SCRIPTS, SECONDS, Job, Run
 from tests.harness.torch_groups import HAS_GROUPS
-from tests.system.test_docs import commands_of_kind
 
 UNAVAILABLE = unavailable_reason()
 pytestmark = [
@@ -167,7 +167,7 @@ def test_stopped_ddp_baseline_resumes(run: Run) -> None:
     run.pause_at(7)
     job = run.sbatch("ddp")
     run.wait_paused(2, job)
-    (command,) = (c for c in commands_of_kind("slurm") if c.words[0] == "scancel")
+    (command,) = commands("scancel")
     run.cluster.call(*(str(job.id) if word == "JOB" else word for word in command.words))
     wait_until(lambda: bool(run.stops()), 100, job.summary)
     run.release()
@@ -349,9 +349,7 @@ def test_bad_flags_end_job_before_any_rank(run: Run) -> None:
 def test_documented_commands_are_accepted(run: Run) -> None:
     """By the real sbatch, with jobs held, two nodes and no GPUs."""
     jobs: list[str] = []
-    for command in commands_of_kind("slurm"):
-        if command.words[0] == "scancel":
-            continue
+    for command in commands("sbatch", "scripts/slurm/submit.sh"):
         queued = set(run.cluster.call("squeue", "--noheader", "--format=%A").split())
         line = re.sub(r"--gpus-per-node \d+", "", command.line.replace("nodes 8", "nodes 2"))
         line = re.sub(r"EDIT_GPUS_PER_NODE=\d+", "EDIT_RANKS_PER_NODE=8", line)
