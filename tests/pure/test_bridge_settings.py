@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from megatron_edit.bridge.settings import (
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ADAM
 from megatron_edit.errors import UsageError
+from tests.harness.launch import REPOSITORY
 
 
 @dataclasses.dataclass
@@ -86,3 +89,31 @@ def test_package_is_imported_without_megatron() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_missing_packages_are_empty_only_while_bridge_is_imported(tmp_path: Path) -> None:
+    """Would catch a script that ends in the import of Megatron-Bridge on a CPU. With a stand-in for
+    Megatron and Megatron-Bridge, which imports what has no build without CUDA."""
+    bridge = (
+        "import transformer_engine.pytorch as te\n"
+        "from nvidia_resiliency_ext.inprocess import CallWrapper\n"
+        "class Layer(te.Linear): kinds = te.Linear | te.ops.Linear\n"
+    )
+    sees_none = "from importlib.util import find_spec\nassert not find_spec('transformer_engine')\n"
+    for name, text in {
+        "core/dist_checkpointing": "", "core/optimizer": sees_none, "core/models/gpt": "",
+        "training/__init__": sees_none, "bridge/training/pretrain": bridge,
+        "bridge/training/gpt_step": "",
+    }.items():  # fmt: skip
+        path = tmp_path / "megatron" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code = (
+        "import sys; from megatron_edit.bridge.cpu import prepare_cpu; prepare_cpu();"
+        "from megatron.bridge.training.pretrain import Layer; Layer();"
+        "assert not {'transformer_engine', 'nvidia_resiliency_ext'} & set(sys.modules)"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
+                          timeout=110, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr

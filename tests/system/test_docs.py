@@ -92,7 +92,7 @@ class Page:
     shows: tuple[str, ...] = ()
 
 
-QUICK = {"bash scripts/quickstart.sh": "bash scripts/quickstart.sh --train-iters 44"}
+QUICK = {"bash scripts/quickstart.sh": "bash scripts/quickstart.sh --train-iters 12"}
 TESTS = ("-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -n 2 ")
 CHECKED = "ok: 4 replicas x 8 ranks, strategy edit"
 OF_READER = "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
@@ -108,7 +108,7 @@ PAGES = {
     "configs/README.md": Page(
         {VALID: f"{VALID} {SMALL} --edit-log-dir log", "--standalone --nproc-per-node 4":
          "--standalone --nproc-per-node 2", OF_READER: MOCK,
-         "--data-path DATA": f"--data-path corpus/corpus {SMALL_7B}"},
+         "--data-path DATA": f"--data-path corpus/corpus --split 80,10,10 {SMALL_7B}"},
         (SYNCED, "of the ideal", SYNCED),
     ),
     "patches/README.md": Page(
@@ -121,7 +121,7 @@ PAGES = {
     ),
     "docs/choosing.md": Page(shows=("of the ideal",)),
     "docs/cluster.md": Page(
-        {OF_READER: MOCK, "=eth0": "=lo", "--edit-log-dir runs/7b/log\n":
+        {OF_READER: MOCK, "=eth0": "=lo", "--split 99,1,0": "--split 90,10,0", "--edit-log-dir runs/7b/log\n":
          f"--edit-log-dir runs/7b/log {SMALL_7B} --save-interval 4\n"},
         ("of the ideal", CHECKED, "sync mode overlap", "all-reduce among the replicas",
          "replica 0 is on node1 (8 ranks), node2 (8 ranks)",
