@@ -460,7 +460,7 @@ def check_launch(config: EditConfig) -> None:
             "number the launches from 0",
         )
     if config.rendezvous is not None:
-        parse_endpoint(config.rendezvous)
+        parse_endpoint(config.rendezvous, flag("rendezvous"))
     has_own_launch = config.replica_id is not None or config.hub is not None
     if has_own_launch and config.placement != _spec(config, "placement").default:
         raise UsageError(
@@ -476,7 +476,7 @@ def check_elastic(config: EditConfig) -> None:
         for name in ("replica_name", "nominal_replicas", "min_replicas", "hub_token_file"):
             _refuse_unless_default_with(config, name, f"{flag('hub')} HOST:PORT")
         return
-    parse_endpoint(config.hub, "hub")
+    parse_endpoint(config.hub, flag("hub"))
     for name in ("replica_name", "nominal_replicas"):
         if getattr(config, name) is None:
             raise UsageError(

@@ -46,3 +46,6 @@ FP32_BYTES = 4
 NON_FINITE, BAD_LOSS, OUTLYING_NORM, NO_STEP = ("non-finite", "loss", "norm", "no-step")
 
 COMPACT_JSON = (",", ":")  # separators of JSON texts without spaces
+# Seconds without an answer of the other machine, before and between probes, and their number: after
+# 30 s it is taken for gone.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from ipaddress import IPv6Address
 from typing import Any
 
 from megatron_edit.constants import ADAM
@@ -10,6 +12,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
 AUTO = "auto"
+_HOST_NAME = re.compile(r"[\w.-]+")
 USE_EDIT, PREFIX = "--use-edit", "--edit-"
 FLAG_PREFIXES = (USE_EDIT, PREFIX)
 # With those of misspelt flags: underscores instead of dashes.
@@ -65,17 +68,47 @@ def default_text(spec: dataclasses.Field[Any]) -> str:
     return "; ".join([str(usual), *others])
 
 
-def parse_endpoint(text: str, name: str = "rendezvous") -> tuple[str, int]:
+def parse_endpoint(text: str, name: str = "HOST:PORT", *, least_port: int = 1) -> tuple[str, int]:
     """Split ``HOST:PORT`` into host and port.
 
     Args:
-        text: value of the flag.
-        name: field of `EditConfig`, for errors.
+        text: a host name, an IPv4 address or an IPv6 address, which may be in brackets; a port.
+        name: of the flag, for errors.
+        least_port: 0 where the kernel may choose one.
 
     Raises:
         UsageError: the text has another form.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{flag(name)} {text}", "must be HOST:PORT", "give e.g. node0:29400")
-    return host, int(port)
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        is_host = _is_ipv6(host)
+    else:
+        is_host = _HOST_NAME.fullmatch(host) is not None or _is_ipv6(host)
+    if (
+        is_host
+        and port.isascii()
+        and port.isdecimal()
+        and len(port) < 6
+        and least_port <= int(port) < 65536
+    ):
+        return host, int(port)
+    raise UsageError(
+        f"{name} {text}",
+        f"must be HOST:PORT, with the name or address of a host and a port from {least_port} to "
+        "65535",
+        "give e.g. node0:29400, 10.0.0.1:29400 or [fd00::1]:29400",
+    )
+
+
+def endpoint_text(host: str, port: int) -> str:
+    """Return what `parse_endpoint` splits."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        IPv6Address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,28 +1,39 @@
-"""Refuses two launches with the same `--edit-replica-id`: all launches end before training begins.
+"""The launches of a training, one per replica: which there are, and which have ended.
 
-Which of the two has the wrong id cannot be determined, and the other launches would wait a long
-time for the missing replica. A launch that starts when no replica is missing any more ends alone:
-it is one too many, or belongs to another job with the same port.
+Two launches with the same `--edit-replica-id`, or with different numbers of replicas, all end
+before training begins: which of them is wrong cannot be determined, and the other launches would
+wait a long time for the missing replica. A launch that starts when no replica is missing any more
+ends alone: it is one too many, or belongs to another job with the same port.
+
+A launch that fails leaves a note in the store, which every rank reads that waits for another
+launch. One that is killed leaves none: the first rank of each launch keeps a connection to that of
+replica 0, which notices its end, however it ended, and leaves the note for it. A heartbeat would
+not do: before training, code in C++ may keep every thread of a process waiting for minutes.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_edit.comm.first_contact import ATTEMPT_SECONDS
 from megatron_edit.comm.placement import Placement
-from megatron_edit.errors import UsageError
+from megatron_edit.constants import KEEPALIVE
+from megatron_edit.errors import ReplicaLostError, UsageError, outcome_of
 from megatron_edit.flags import flag
 
-POLL_INTERVAL = timedelta(seconds=4)  # between two checks of a waiting rank
-# The host of the store stays until the other ranks have checked.
-_STAY_SECONDS = 2 * POLL_INTERVAL.total_seconds()
 _STATE, _BEGUN = "start", "begun"
+_NOTE, _NUMBER, _WATCH = "ended", "replicas", "watch"
+_STAY_SECONDS = 4.0  # for which the host of the store stays until the other ranks have checked
 
 
 def launch_key(replica: int) -> str:
@@ -37,13 +48,14 @@ class LaunchRegistry:
     that sets it decides for all, so that all ranks act alike.
 
     Args:
-        shared: the store that all launches share.
+        shared: the store that all launches share, over a connection that no wait blocks.
         own: the store of this launch.
         placement: of this process.
     """
 
     def __init__(self, shared: dist.Store, own: dist.Store, placement: Placement) -> None:
         self._shared, self._own, self._place = shared, own, placement
+        self._connection: socket.socket | None = None
 
     def register(self, timeout: timedelta) -> None:
         """Claim this launch's replica id. Blocks: until rank 0 of the launch has claimed it.
@@ -61,11 +73,23 @@ class LaunchRegistry:
         self._raise(self._own.get(key).decode())
 
     def check(self) -> None:
-        """Check that the launches are not refused.
+        """Check that the launches are not refused, and that none has ended.
 
         Raises:
-            UsageError: two launches have the same id.
+            UsageError: they are, or one has ended with exit code 2.
+            ReplicaLostError: one has ended otherwise.
         """
+        if self._shared.check([_NOTE]):
+            replica, code, reason = json.loads(self._shared.get(_NOTE))
+            host = self._shared.get(launch_key(replica)).decode().partition(" ")[0]
+            if code == UsageError.exit_code:
+                value, rule, remedy = reason
+                raise UsageError(f"replica {replica} on {host}: {value}", rule, remedy)
+            error = ReplicaLostError(
+                f"replica {replica} on {host} has ended: {reason}; look at its last output"
+            )
+            error.lost = [replica]
+            raise error
         if self._shared.check([_STATE]):
             self._raise(self._shared.get(_STATE).decode())
 
@@ -77,9 +101,82 @@ class LaunchRegistry:
         """
         self._raise(self._shared.compare_set(_STATE, "", _BEGUN).decode())
 
+    def end(self, error: BaseException | None) -> None:
+        """Tell the other launches how this process ends.
+
+        Blocks: the host, some seconds if it fails and may host the store.
+
+        Args:
+            error: that ends it; None if there is none.
+        """
+        code, reason = outcome_of(error)
+        with suppress(RuntimeError, OSError):  # store and replica 0 may be gone
+            if not code:
+                if self._connection is not None:
+                    self._connection.sendall(b"1")
+                return
+            parts = None
+            if isinstance(error, UsageError):
+                parts = [error.value, error.rule, error.remedy]
+            self._note(self._place.replica, code, parts or reason)
+            if self._place.replica == 0:
+                time.sleep(_STAY_SECONDS)
+
+    def watch_launches(self) -> None:
+        """Let replica 0 notice the end of the others. Only on the first rank of replica 0."""
+        has_both = socket.has_dualstack_ipv6()
+        family, host = (socket.AF_INET6, "::") if has_both else (socket.AF_INET, "")
+        server = socket.create_server((host, 0), family=family, dualstack_ipv6=has_both)
+        token = secrets.token_hex(8)
+        self._start(self._accept, server, token)
+        self._shared.set(_WATCH, f"{server.getsockname()[1]} {token}")
+
+    def be_watched(self, host: str) -> None:
+        """Connect to the first rank of replica 0, which notices the end of this process.
+
+        Without a way there only a failure that this launch reports is noticed.
+
+        Args:
+            host: of replica 0.
+        """
+        port, token = self._shared.get(_WATCH).decode().split()
+        with suppress(OSError):
+            self._connection = socket.create_connection((host, int(port)), ATTEMPT_SECONDS)
+            self._connection.sendall(f"{token} {self._place.replica}\n".encode())
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, name="edit-launches", daemon=True).start()
+
+    def _accept(self, server: socket.socket, token: str) -> None:
+        while True:
+            connection, _ = server.accept()
+            self._start(self._attend, connection, token)
+
+    def _attend(self, connection: socket.socket, token: str) -> None:
+        """Wait until the other side ends, and leave a note if it did not say so."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            with suppress(AttributeError, OSError):  # not on all systems
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        with connection, suppress(RuntimeError, ValueError):
+            with suppress(OSError):
+                stream = connection.makefile("rb")
+                words = stream.readline(64).decode().split()
+                if words[:1] != [token]:
+                    return
+                replica = int(words[1])
+                if stream.read(1):
+                    return
+            self._note(replica, ReplicaLostError.exit_code, "it was killed, or its machine is lost")
+
+    def _note(self, replica: int, code: int, reason: object) -> None:
+        self._shared.compare_set(_NOTE, "", json.dumps([replica, code, reason]))
+
     def _refusal(self) -> str:
         """Claim the id; return an empty string on success, else the error as JSON."""
         replica, host = self._place.replica, socket.gethostname()
+        if (found := self._other_number(host)) is not None:
+            return found
         mine = f"{host} {uuid.uuid4().hex}"
         holder = self._shared.compare_set(launch_key(replica), "", mine).decode()
         if holder == mine:
@@ -98,6 +195,20 @@ class LaunchRegistry:
         else:
             return refusal
         return json.dumps([value, f"a launch on {theirs} {state} ({perhaps})", remedy])
+
+    def _other_number(self, host: str) -> str | None:
+        """Return the error as JSON if the first launch has another number of replicas."""
+        place = self._place
+        mine = f"{place.num_replicas} replica {place.replica} on {host}"
+        number, _, who = self._shared.compare_set(_NUMBER, "", mine).decode().partition(" ")
+        if number == str(place.num_replicas):
+            return None
+        value = f"{flag('num_replicas')} {place.num_replicas} on replica {place.replica} on {host}"
+        rule = f"must be as on {who}, which has {number}"
+        refusal = json.dumps([value, rule, "start all replicas with the same flags"])
+        if not self._shared.check([launch_key(each) for each in range(int(number))]):
+            self._shared.compare_set(_STATE, "", refusal)  # else that job goes on without this one
+        return refusal
 
     def _raise(self, state: str) -> None:
         if state in ("", _BEGUN):

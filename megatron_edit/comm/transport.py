@@ -130,7 +130,11 @@ def stand_alone_group(
             up, down = (_process_group(store, group, transport, prefix) for prefix in prefixes)
             group.phases += (Duplex(up, down),)
     except RuntimeError as error:
-        raise ReplicaLostError(f"{name}: not all {size} ranks joined: {error}") from error
+        reason = str(error).partition("\n")[0]
+        remedy = "megatron-edit doctor examines the interfaces and ports between the machines"
+        raise ReplicaLostError(
+            f"{name}: not all {size} ranks joined: {reason}; {remedy}"
+        ) from error
     return group
 
 

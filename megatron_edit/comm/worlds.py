@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,19 +17,27 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_edit.comm.first_contact import Wait, in_thread, reach
 from megatron_edit.comm.hosts import Arrangement, arrange, read_placement
+from megatron_edit.comm.interfaces import why_unreachable
 from megatron_edit.comm.placement import Placement
-from megatron_edit.comm.replica_ids import POLL_INTERVAL, LaunchRegistry, launch_key
+from megatron_edit.comm.replica_ids import LaunchRegistry, launch_key
 from megatron_edit.constants import BY_RANKS, MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.flags import flag, parse_endpoint
+from megatron_edit.flags import endpoint_text, flag, parse_endpoint
 
-JOIN_TIMEOUT = timedelta(minutes=10)
+_JOIN_SECONDS = 600.0
+JOIN_TIMEOUT = timedelta(seconds=_JOIN_SECONDS)
 SHORT_TIMEOUT = timedelta(seconds=3)
 EXIT_TIMEOUT = timedelta(minutes=1)
 # Building the index of a large data set, or compilation, may take hours.
 SETUP_TIMEOUT = timedelta(hours=6)
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store, not rank 0
 _SHARED = "edit/shared"  # prefix in the store that all replicas reach
+
+
+def _be_silent(line: str) -> None:
+    """Print nothing."""
 
 
 @dataclass
@@ -42,12 +49,13 @@ class ReplicaWorld:
         replica_store: for the replica's own default process group (`pretrain(store=...)`).
         shared_store: shared by the ranks of all replicas.
         timeout: longest wait at a sync.
-        registry: of the launches, until training begins; None in a single launch.
+        registry: of the launches; None in a single launch.
         is_alone: whether `shared_store` is shared by the ranks of this replica alone, as in an
             elastic run; what the replicas have in common is then settled by the hub.
         layout: in an elastic run, hash of all that must be equal on the replicas.
         arrangement: which ranks of the launch, or of all launches, are in which replica, and on
             which hosts; None before `arrange`.
+        say: prints a line about a long wait.
     """
 
     placement: Placement
@@ -58,6 +66,7 @@ class ReplicaWorld:
     is_alone: bool = False
     layout: str = ""
     arrangement: Arrangement | None = None
+    say: Callable[[str], None] = _be_silent
     _saved_environment: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -90,17 +99,25 @@ class ReplicaWorld:
             by: value of `--edit-placement`.
 
         Raises:
-            UsageError: the file that it names cannot be used; on all ranks.
+            UsageError: the file that it names cannot be used, or there are several hosts and the
+                others cannot reach one of them; on all ranks.
             ReplicaLostError: a rank did not report its host.
         """
         place = self.scope
         by = by if place.is_single_launch else BY_RANKS  # launches cannot exchange their ranks
-        self.shared_store.set(_host_key(place.global_rank), socket.gethostname())
-        hosts = json.loads(self.shared_text("hosts", self._gather_hosts, JOIN_TIMEOUT))
+        mine = json.dumps([socket.gethostname(), why_unreachable()])
+        self.shared_store.set(_host_key(place.global_rank), mine)
+        found = json.loads(self.shared_text("hosts", self._gather_hosts, JOIN_TIMEOUT))
+        hosts = [host for host, _ in found]
         file = json.loads(self.shared_text("placement", lambda: _read_placement(by), JOIN_TIMEOUT))
         self.wait_for_all_readers("placement/read", JOIN_TIMEOUT)  # before one may refuse and exit
         if file["refusal"] is not None:
             raise UsageError(*file["refusal"])
+        for host, reason in found if len(set(hosts)) > 1 else ():
+            if reason is not None:
+                raise UsageError(
+                    f"{host}: {reason[0]}", "other machines cannot reach it", reason[1]
+                )
         self.arrangement = arrange(hosts, place.num_replicas, by, file["text"])
         if place.is_single_launch:
             replica, rank = self.arrangement.find(place.global_rank)
@@ -109,11 +126,11 @@ class ReplicaWorld:
             self.replica_store = dist.PrefixStore(_replica_prefix(replica), launch_store)
 
     def _gather_hosts(self) -> str:
-        place, hosts = self.scope, list[str]()
+        place, hosts = self.scope, []
         for rank in range(place.num_replicas * place.ranks_per_replica):
             key = _host_key(rank)
             self.wait_for(key, JOIN_TIMEOUT, replica=rank // place.ranks_per_replica)
-            hosts.append(self.shared_store.get(key).decode())
+            hosts.append(json.loads(self.shared_store.get(key)))
         return json.dumps(hosts)
 
     def announce(self, event: str) -> None:
@@ -159,7 +176,23 @@ class ReplicaWorld:
         """
         if self.registry is not None:
             self.registry.begin()
-            self.registry = None
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the other launches how this process ends. Blocks: some seconds, if it fails.
+
+        Args:
+            error: that ends it; None if there is none.
+        """
+        if self.registry is not None:
+            self.registry.end(error)
+
+    def watched[T](self, work: Callable[[], T]) -> T:
+        """Return the result of work that waits for other launches, unless one of them ends.
+
+        Raises:
+            UsageError, ReplicaLostError: one has.
+        """
+        return work() if self.registry is None else in_thread(work, self.registry.check)
 
     def share_error(self, event: str, error: str | None) -> str | None:
         """Return one of the errors of all ranks of all replicas, the same on all; None if none.
@@ -182,7 +215,9 @@ class ReplicaWorld:
         """
         self._count_rank(event)
         if self.is_first:
-            self.wait_for(f"{event}/all", timeout)
+            # A launch that has ended needs no store; that it has is noticed by the next wait.
+            with suppress(UsageError, ReplicaLostError):
+                self.wait_for(f"{event}/all", timeout)
 
     def is_announced_by_first_rank(self, event: str) -> bool:
         """Whether the first process reaches `event`, too, now or soon after.
@@ -230,38 +265,43 @@ class ReplicaWorld:
             replica: that sets the key, for the error message; None takes it from `event/r`.
 
         Raises:
-            ReplicaLostError: the key was not set within `timeout`, or the store is gone.
-            UsageError: before training, two launches have the same replica id.
+            ReplicaLostError: the key was not set within `timeout`, the store is gone, or a launch
+                has ended.
+            UsageError: before training the launches are refused, or one has ended with exit code 2.
         """
+        event, _, last = key.rpartition("/")
+        if replica is None and last.isdecimal():
+            replica = int(last)
+        else:
+            event = key
+        missing = "some rank of some replica" if replica is None else f"replica {replica}"
         try:
-            self._wait(key, timeout)
+            self._wait(key, timeout, f"{missing} ({event})")
         except RuntimeError as error:
-            event, _, last = key.rpartition("/")
-            if replica is None and last.isdecimal():
-                key, replica = event, int(last)
-            raise ReplicaLostError(self._missing_message(key, replica, timeout, error)) from error
+            raise ReplicaLostError(
+                self._missing_message(event, replica, missing, timeout, error)
+            ) from error
 
-    def _wait(self, key: str, timeout: timedelta) -> None:
-        end = time.monotonic() + timeout.total_seconds()
-        while self.registry is not None:
+    def _wait(self, key: str, timeout: timedelta, what: str) -> None:
+        if self.registry is None:
+            self.shared_store.wait([key], timeout)
+            return
+        say = self.say if timeout == JOIN_TIMEOUT else _be_silent
+        wait = Wait(what, timeout.total_seconds(), say)
+        while not self.shared_store.check([key]):
             self.registry.check()
-            left = timedelta(seconds=end - time.monotonic())
-            if left <= POLL_INTERVAL:
-                break
-            try:
-                self.shared_store.wait([key], POLL_INTERVAL)
-                return
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:
-                continue
-        self.shared_store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            if not wait.pause():
+                raise dist.DistStoreError("time-out")
 
     def _missing_message(
-        self, event: str, replica: int | None, timeout: timedelta, error: RuntimeError
+        self,
+        event: str,
+        replica: int | None,
+        missing: str,
+        timeout: timedelta,
+        error: RuntimeError,
     ) -> str:
         """Error message for a key that was not set: the missing replica, and a remedy."""
-        missing = "some rank of some replica" if replica is None else f"replica {replica}"
         if isinstance(error, dist.DistNetworkError):
             reason = str(error).partition("\n")[0]
             return f"the store failed while waiting for {missing} ({event}): {reason}"
@@ -323,6 +363,7 @@ def join(
     rendezvous: str | None,
     timeout_seconds: float | None,
     is_alone: bool = False,
+    say: Callable[[str], None] = _be_silent,
 ) -> ReplicaWorld:
     """Open the stores. Blocks: the host, until the store's host has joined.
 
@@ -330,13 +371,15 @@ def join(
         placement: of this process.
         rendezvous: HOST:PORT of the shared store, where each replica has its own launch.
         timeout_seconds: longest wait at a sync; None is the lower bound of `auto`.
-        is_alone: see `ReplicaWorld`.
+        is_alone, say: see `ReplicaWorld`.
 
     Raises:
-        UsageError: the launch has no store, the rendezvous cannot be reached, or another launch
-            has the same replica id.
+        UsageError: the launch has no store, its store or the rendezvous cannot be reached, or
+            another launch has the same replica id or another number of replicas.
     """
-    launch_store = _store_of_launch(placement)
+    if placement.rank > 0:
+        say = _be_silent
+    launch_store = _store_of_launch(placement, say)
     timeout = timedelta(seconds=timeout_seconds or MIN_TIMEOUT_SECONDS)
     if placement.is_single_launch:
         replica_store = dist.PrefixStore(_replica_prefix(placement.replica), launch_store)
@@ -346,13 +389,18 @@ def join(
         replica_store = dist.PrefixStore("edit/replica", launch_store)
         shared_store = dist.PrefixStore(_SHARED, launch_store)
         return ReplicaWorld(placement, replica_store, shared_store, timeout, is_alone=True)
-    shared_store = dist.PrefixStore(_SHARED, _rendezvous_store(rendezvous, placement))
-    registry = LaunchRegistry(shared_store, launch_store, placement)
+    host, port = parse_endpoint(rendezvous or "")
+    shared_store = dist.PrefixStore(_SHARED, _rendezvous_store(host, port, placement, say))
+    registry = LaunchRegistry(shared_store.clone(), launch_store, placement)
+    if placement.global_rank == 0:
+        registry.watch_launches()
     registry.register(JOIN_TIMEOUT)
-    return ReplicaWorld(placement, launch_store, shared_store, timeout, registry)
+    if placement.replica > 0 and placement.rank == 0:
+        registry.be_watched(host)
+    return ReplicaWorld(placement, launch_store, shared_store, timeout, registry, say=say)
 
 
-def _store_of_launch(placement: Placement) -> dist.Store:
+def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.Store:
     """The store of torchrun or of the batch system, through the usual environment variables."""
     alone = placement.num_replicas * placement.ranks_per_replica == 1
     if "MASTER_ADDR" not in os.environ and (alone or placement.ranks_per_replica == 1):
@@ -361,8 +409,22 @@ def _store_of_launch(placement: Placement) -> dist.Store:
         return dist.HashStore()  # a launch of one process needs no rendezvous
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise _no_master()
-    # rank and world as the launcher gave them: this runs before `enter_environment`.
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_client = os.environ.get("RANK") != "0" or os.environ.get(_AGENT_STORE) == "True"
+    wait = Wait(f"the launch's store at {endpoint_text(host, port)}", _JOIN_SECONDS, say)
+    try:
+        if is_client:  # `rendezvous` may wait for ever for one that does not answer
+            reach(host, port, lambda: _client(host, port), wait, "the launch's store")
+        # rank and world as the launcher gave them: this runs before `enter_environment`.
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+    except (OSError, RuntimeError) as error:
+        raise UsageError(
+            f"MASTER_ADDR {host}, MASTER_PORT {port}",
+            f"rank {os.environ.get('RANK')} of the launch on {socket.gethostname()} cannot use it "
+            f"({_reason(error)})",
+            "give each launch a free port of its own, and check that its rank 0 was started",
+            is_local=True,
+        ) from error
     return store
 
 
@@ -374,19 +436,31 @@ def _no_master() -> UsageError:
     )
 
 
-def _rendezvous_store(rendezvous: str | None, placement: Placement) -> dist.Store:
-    host, port = parse_endpoint(rendezvous or "")
-    is_host = placement.replica == 0 and placement.rank == 0
+def _client(host: str, port: int) -> dist.Store:
+    return dist.TCPStore(host, port, None, False, JOIN_TIMEOUT, wait_for_workers=False)
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+
+
+def _rendezvous_store(
+    host: str, port: int, placement: Placement, say: Callable[[str], None]
+) -> dist.Store:
+    is_host, place = placement.global_rank == 0, endpoint_text(host, port)
     try:
-        return dist.TCPStore(host, port, None, is_host, JOIN_TIMEOUT, wait_for_workers=False)
-    except RuntimeError as error:
+        if is_host:
+            return dist.TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False)
+        wait = Wait(f"replica 0 at {place}", _JOIN_SECONDS, say)
+        return reach(host, port, lambda: _client(host, port), wait, "replica 0")
+    except (OSError, RuntimeError) as error:
         if is_host and (store := _other_launch(host, port)) is not None:
             return store
         action = "listen on it" if is_host else "reach replica 0 there"
         raise UsageError(
-            f"{flag('rendezvous')} {rendezvous}",
+            f"{flag('rendezvous')} {place}",
             f"replica {placement.replica} on {socket.gethostname()} could not {action} "
-            f"({str(error).splitlines()[0]})",
+            f"({_reason(error)})",
             "check the address, that the port is free and open, and that replica 0 was started",
             is_local=True,
         ) from error
@@ -395,8 +469,9 @@ def _rendezvous_store(rendezvous: str | None, placement: Placement) -> dist.Stor
 def _other_launch(host: str, port: int) -> dist.Store | None:
     """The store of another launch of replica 0 on this machine, if that has the port."""
     try:
-        store = dist.TCPStore(host, port, None, False, SHORT_TIMEOUT, wait_for_workers=False)
+        wait = Wait("", 0.0, _be_silent)
+        store = reach(host, port, lambda: _client(host, port), wait)
         store.wait([f"{_SHARED}/{launch_key(0)}"], SHORT_TIMEOUT)
-    except RuntimeError:
+    except (OSError, RuntimeError):
         return None
     return store

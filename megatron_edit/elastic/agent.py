@@ -64,6 +64,7 @@ from megatron_edit.elastic.replica import (
     report,
 )
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.flags import endpoint_text
 
 HEARTBEAT_SECONDS = 1.0
 MAX_WORKING_SECONDS = 1800.0  # for which heartbeats count as progress in work without steps
@@ -367,7 +368,7 @@ class Agent:
 
     def _after_failure(self, error: Exception) -> LastOrder | None:
         """The last order where a hub cannot be used; None where it may be later."""
-        place = f"hub {self._address.host}:{self._address.port}"
+        place = f"hub {endpoint_text(self._address.host, self._address.port)}"
         if isinstance(error, ChannelError) and not self._has_hub:
             return Refused(place, str(error), "check its address, token and --state-dir")
         self._num_closed += isinstance(error, ProofRefusedError) and not self._run_id

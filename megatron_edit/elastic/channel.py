@@ -17,6 +17,8 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from megatron_edit.constants import KEEPALIVE
+
 LENGTH = struct.Struct(">I")
 MAC_BYTES = 32
 NONCE_BYTES = 32
@@ -28,8 +30,6 @@ VERSION = b"megatron-edit-hub-2"
 PEER, REPLICA, STORE, QUERY = b"peer", b"replica", b"store", b"query"
 HUB_ROLES = (REPLICA, STORE, QUERY)
 STANDING = b"standing"  # a query; followed by name and incarnation of a replica
-# Seconds without an answer of the other machine, before and between probes, and their number.
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class ChannelError(Exception):

@@ -34,6 +34,7 @@ from megatron_edit.elastic.channel import (
     proof,
 )
 from megatron_edit.elastic.messages import MessageError, to_json
+from megatron_edit.flags import endpoint_text
 
 CHUNK_BYTES = 512 << 10  # of one answer, at most
 MAX_REQUEST_BYTES = 4 << 10
@@ -573,7 +574,9 @@ def fetch(
 def _raise_if_hopeless(failures: dict[tuple[str, int], _DonorError], is_silent: bool) -> None:
     """Give up where no donor will serve: all that can be reached have another state, or silence."""
     found = {error.failure for error in failures.values()}
-    text = "; ".join(f"{host}:{port} {error}" for (host, port), error in failures.items())
+    text = "; ".join(
+        f"{endpoint_text(host, port)} {error}" for (host, port), error in failures.items()
+    )
     if _Failure.MOVED in found and (is_silent or _Failure.LOST not in found):
         raise CopyMovedError(text)
     if is_silent:

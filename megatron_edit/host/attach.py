@@ -165,6 +165,8 @@ class Attachment:
                 engine.close(groups=True)
         if self._loop is not None:
             self._loop.end(loss or error)
+        if self._world is not None:
+            self._world.leave(loss or error)
         self.detach()
         if loss is not None:
             raise loss from error
@@ -213,6 +215,7 @@ class Attachment:
             rendezvous=self._config.rendezvous,
             timeout_seconds=self._config.timeout_seconds,
             is_alone=self._config.hub is not None,
+            say=say,
         )
         if placement.is_single_launch:
             self._world.arrange(self._config.placement)

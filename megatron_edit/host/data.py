@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.errors import UsageError
 from megatron_edit.host.files import one_at_a_time
 from megatron_edit.host.seams.megatron import ParallelState
 from megatron_edit.host.seams.patching import Patcher
@@ -95,7 +98,7 @@ def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) ->
             if world is not None:
                 world.wait_for_first_replica("helpers")
             if not is_prebuilt:
-                with _own_python_first(), _alone_in(folder, world):
+                with _own_python_first(), _alone_in(folder, world), _compiling(folder):
                     compile_helpers()
             if world is not None:
                 world.announce("helpers")
@@ -103,6 +106,25 @@ def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) ->
         return gated
 
     patcher.wrap(utils, "compile_helpers", around)
+
+
+@contextmanager
+def _compiling(folder: Path) -> Iterator[None]:
+    """Name cause and remedy where Megatron's compilation fails, which only exits."""
+    try:
+        yield
+    except (SystemExit, OSError) as error:
+        programs = ("make", os.environ.get("CXX", "g++"))
+        missing = [name for name in programs if shutil.which(name) is None]
+        if importlib.util.find_spec("pybind11") is None:
+            missing.append("pybind11")
+        cause = f"without {', '.join(missing)}" if missing else f"make -C {folder} shows why"
+        raise UsageError(
+            f"Megatron's C++ helper for data sets in {folder}",
+            f"cannot be compiled on {socket.gethostname()} ({cause})",
+            "install make, a C++ compiler and pybind11 there, or copy a compiled clone",
+            is_local=True,
+        ) from error
 
 
 def _alone_in(folder: Path | None, world: ReplicaWorld | None) -> AbstractContextManager[None]:

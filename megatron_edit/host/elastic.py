@@ -26,7 +26,7 @@ from megatron_edit.elastic.store import StoreClient
 from megatron_edit.elastic.token import read_token
 from megatron_edit.engine import ElasticParts, Membership, SharedState, Transports
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag, parse_endpoint
+from megatron_edit.flags import endpoint_text, flag, parse_endpoint
 from megatron_edit.host.agreement import comparable_settings
 from megatron_edit.host.checkpoint.loading import StartingPoint
 from megatron_edit.host.settings import num_phases_of
@@ -46,7 +46,7 @@ def hub_of(config: EditConfig) -> HubAddress:
     Raises:
         UsageError: the token cannot be read, or is missing for a hub on another machine.
     """
-    host, port = parse_endpoint(config.hub or "", "hub")
+    host, port = parse_endpoint(config.hub or "")
     return HubAddress(host, port, read_token(flag("hub_token_file"), config.hub_token_file))
 
 
@@ -183,7 +183,7 @@ def _own_address(hub: HubAddress) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"{flag('hub')} {hub.host}:{hub.port}",
+            f"{flag('hub')} {endpoint_text(hub.host, hub.port)}",
             f"this machine has no way there ({error})",
             "check the address",
             is_local=True,

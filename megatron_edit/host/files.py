@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
@@ -20,7 +21,7 @@ from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_
 
 
 def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
-    """Refuse a path at which no writable folder can be made. Does not make it.
+    """Refuse a path at which no writable folder can be made. What it makes it removes again.
 
     Args:
         flag: flag that names the folder.
@@ -33,9 +34,12 @@ def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
     folder = Path(path)
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        rule = f"must be a writable folder; {folder} is not one"
-        raise UsageError(f"{flag} {path}", rule, "give another folder", is_local=is_local)
+    try:  # the permissions do not tell: nobody can make a folder in /proc, whose owner may write
+        with TemporaryDirectory(prefix=".megatron_edit-", dir=folder):
+            pass
+    except OSError as error:
+        rule = f"must be a writable folder; {folder} is not one ({error.strerror})"
+        raise UsageError(f"{flag} {path}", rule, "give another folder", is_local=is_local) from None
 
 
 def check_data(args: Namespace, provider: object) -> CorpusReport | None:

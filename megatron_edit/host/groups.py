@@ -59,7 +59,6 @@ def build_groups(
         UsageError: the replicas cannot use the requested backend.
     """
     world.wait_for_all_replicas("groups")  # forming a group has a timeout, start-up has none
-    world.begin_training()
     place = world.placement
 
     def across(transport: Transport, name: str, num_phases: int = 0) -> Group:
@@ -75,7 +74,9 @@ def build_groups(
         )
 
     control: Group = _control_group(world)
-    meeting: Group = across(ON_CPU, "meeting")
+    # It waits in C++ code; once the launches have met, a lost connection ends the others' waits.
+    meeting: Group = world.watched(lambda: across(ON_CPU, "meeting"))
+    world.begin_training()
     gathered = meeting.all_gather_json(control.all_gather_json(asdict(_rank_device(device))))
     rank_devices = [[RankDevice(**fields) for fields in ranks] for ranks in gathered]
     backend = choose_backend(config.sync_backend, rank_devices)

@@ -81,7 +81,7 @@ CONFIG = (
         id="config/port-zero",
         bug="a rendezvous at port 0 is accepted: each launch would listen at another port",
         file="flags.py",
-        old="0 < int(port) < 65536",
+        old="least_port <= int(port) < 65536",
         new="0 <= int(port) < 65536",
         test="pure/test_config.py::test_bad_values_are_refused_in_one_line",
     ),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import AUTO_SETTINGS, EditConfig, add_arguments, phase_warning
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute, flag, parse_endpoint, preset_of
+from megatron_edit.flags import AUTO, attribute, endpoint_text, flag, parse_endpoint, preset_of
 from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
@@ -315,6 +315,34 @@ def test_flags_can_be_added_to_another_parser() -> None:
         assert getattr(parsed, attribute(spec.name)) == spec.default
     help_text = parser.format_help()
     assert all(flag(spec.name) in help_text for spec in dataclasses.fields(EditConfig))
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [("node_0.x:29670", "node_0.x"), ("[::1]:29670", "::1"), ("::1:29670", "::1"),
+     ("[fd00::1]:29670", "fd00::1"), ("[fe80::1%eth0]:29670", "fe80::1%eth0")],
+)  # fmt: skip
+def test_endpoints_have_names_and_addresses(text: str, host: str) -> None:
+    """With brackets or without. Would catch a host named `[::1]`, which leads nowhere."""
+    assert parse_endpoint(text) == (host, 29670)
+    assert parse_endpoint(endpoint_text(host, 29670)) == (host, 29670)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tcp://node0:29400", "node0", "node0:", ":29400", "node0:99999", "node0:0", "a b:1", "a/b:1",
+     "1:2:29400", "[node0]:29400", "[::1]29400", "[::1", "[10.0.0.1]:1"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["--edit-rendezvous", "--edit-hub"])
+def test_other_endpoints_are_refused(name: str, text: str) -> None:
+    """Value, rule and remedy. Would catch a URL whose host is `tcp://node0`."""
+    more = ("--edit-num-replicas", "2", "--edit-replica-id", "0")
+    if name == "--edit-hub":
+        more = ("--edit-replica-name", "a", "--edit-nominal-replicas", "2")
+    with pytest.raises(UsageError, match="must be HOST:PORT, with the name or address") as refusal:
+        config_from_argv(["--use-edit", name, text, *more])
+    assert str(refusal.value).startswith(f"{name} {text}: ")
+    assert str(refusal.value).endswith("give e.g. node0:29400, 10.0.0.1:29400 or [fd00::1]:29400")
 
 
 @given(st.text(max_size=30))

@@ -36,16 +36,19 @@ def interfaces_by_name(
 
 
 def test_gloo_on_loopback_is_bad_between_machines() -> None:
-    """Debian resolves every host name to the loopback, which only works within one machine."""
+    """Debian resolves every host name to the loopback, which only works within one machine: there
+    it is a hint, whether the name or the user chose it."""
     assert interfaces_by_name({}, "10.0.0.2")["gloo's interface"].level is Level.OK
     far = interfaces_by_name({}, "127.0.0.1")["gloo's interface"]
     assert far.level is Level.BAD and "GLOO_SOCKET_IFNAME=eth0" in far.remedy
-    assert (
-        interfaces_by_name({}, "127.0.0.1", is_single_host=True)["gloo's interface"].level
-        is Level.OK
-    )
-    nowhere = interfaces_by_name({}, "", is_single_host=True)["gloo's interface"]
-    assert nowhere.level is Level.HINT and "GLOO_SOCKET_IFNAME=lo" in nowhere.remedy
+    for address in ("127.0.0.1", "127.0.1.1", "::1"):
+        near = interfaces_by_name({}, address, is_single_host=True)["gloo's interface"]
+        assert near.level is Level.HINT and near.remedy.startswith("other machines cannot reach it")
+        assert near.remedy.endswith("export GLOO_SOCKET_IFNAME=eth0")
+    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
+    for is_single_host, level in ((True, Level.HINT), (False, Level.BAD)):
+        found = interfaces_by_name(chosen, "10.0.0.2", is_single_host=is_single_host)
+        assert found["GLOO_SOCKET_IFNAME"].level is level
 
 
 @pytest.mark.parametrize("major", [9, 10])

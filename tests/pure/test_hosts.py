@@ -161,6 +161,7 @@ def arrange_worlds(
     """Arrange the ranks of two replicas, a thread each."""
     own_name = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: own_name.value)
+    monkeypatch.setattr("megatron_edit.comm.worlds.why_unreachable", lambda: None)
     shared, launch = dist.HashStore(), dist.HashStore()
     found: list[ReplicaWorld | UsageError] = [UsageError("", "", "")] * len(names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from megatron_edit.comm import replica_ids
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.replica_ids import LaunchRegistry
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.errors import UsageError
+from megatron_edit.errors import EditError, ReplicaLostError, UsageError
 
 TIME = timedelta(seconds=20)
 
@@ -21,7 +22,7 @@ TIME = timedelta(seconds=20)
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_ids, "_STAY_SECONDS", 0.0)
-    monkeypatch.setattr("megatron_edit.comm.worlds.POLL_INTERVAL", timedelta(seconds=0.1))
+    monkeypatch.setattr("megatron_edit.comm.first_contact.LONGEST_POLL_SECONDS", 0.1)
 
 
 def world(shared: dist.Store, own: dist.Store, replica: int, rank: int = 0) -> ReplicaWorld:
@@ -107,6 +108,90 @@ def test_duplicate_id_keeps_all_ranks_from_training() -> None:
     refusals(lambda: register(world(shared, dist.HashStore(), 0)))
     messages = refusals(*(launch.begin_training for launch in ranks))
     assert "" not in messages
+
+
+def of_two(shared: dist.Store, replica: int) -> ReplicaWorld:
+    """The world of a launch among two replicas."""
+    own, place = dist.HashStore(), Placement(2, replica, 1, 0, is_single_launch=False)
+    return ReplicaWorld(place, own, shared, TIME, LaunchRegistry(shared, own, place))
+
+
+def test_other_number_of_replicas_is_refused_at_once() -> None:
+    """Also on a launch that waits already. Would catch one that waits for replicas of another job,
+    and a complete job that a launch of another one ends."""
+    shared = dist.HashStore()
+    first = of_two(shared, 0)
+    register(first)
+    late = world(shared, dist.HashStore(), 2)
+    messages = refusals(lambda: first.wait_for("agreed/1", TIME), lambda: register(late))
+    assert messages[0] == messages[1] != ""
+    assert messages[0].startswith("--edit-num-replicas 3 on replica 2 on ")
+    assert ": must be as on replica 0 on " in messages[0] and ", which has 2; " in messages[0]
+    shared = dist.HashStore()
+    launches = [of_two(shared, replica) for replica in range(2)]
+    assert refusals(*(lambda each=each: register(each) for each in launches)) == ["", ""]
+    (message,) = refusals(lambda: register(world(shared, dist.HashStore(), 2)))
+    assert message.startswith("--edit-num-replicas 3 on replica 2 on ")
+    assert refusals(*(launch.begin_training for launch in launches)) == ["", ""]
+
+
+def launches_of_two() -> list[ReplicaWorld]:
+    """Two launches that have registered; replica 0 watches replica 1."""
+    shared = dist.HashStore()
+    launches = [of_two(shared, replica) for replica in range(2)]
+    for launch in launches:
+        register(launch)
+        assert launch.registry is not None
+        if launch.placement.replica:
+            launch.registry.be_watched("127.0.0.1")
+        else:
+            launch.registry.watch_launches()
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (UsageError("gcc", "is missing", "install it"), UsageError, "gcc: is missing; install it"),
+        (RuntimeError("torn"), ReplicaLostError, "has ended: RuntimeError: torn; look at its last"),
+        (SystemExit(1), ReplicaLostError, "has ended: the script exited with 1; look at its last"),
+    ],
+)
+def test_launch_that_fails_is_named_by_those_that_wait(
+    error: BaseException, kind: type[EditError], message: str
+) -> None:
+    """Whatever they wait for, before training and after it has begun."""
+    first, second = launches_of_two()
+    second.leave(error)
+    for wait in (
+        lambda: first.wait_for("agreed/1", TIME),
+        lambda: first.watched(threading.Event().wait),
+    ):
+        with pytest.raises(kind, match=f"^replica 1 on {socket.gethostname()}.*{message}"):
+            wait()
+    first.shared_store.set("agreed/1", "")
+    first.wait_for("agreed/1", TIME)  # what was set before is there
+    with pytest.raises(kind):
+        first.begin_training()
+        first.wait_for("later", TIME)
+
+
+@pytest.mark.parametrize("is_orderly", [False, True])
+def test_closed_connection_is_the_end_of_a_launch(is_orderly: bool) -> None:
+    """As where a process is killed; not where it said that it ends. Strangers change nothing."""
+    first, second = launches_of_two()
+    assert second.registry is not None and second.registry._connection is not None
+    port = second.registry._connection.getpeername()[1]
+    for text in (b"", b"GET / HTTP/1.0\r\n", b"wrong 1\n"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(text)
+    if is_orderly:
+        second.leave(None)
+    second.registry._connection.close()
+    limit = timedelta(seconds=1) if is_orderly else TIME
+    with pytest.raises(ReplicaLostError) as lost:
+        first.wait_for("agreed/1", limit)
+    assert ("it was killed, or its machine is lost" in str(lost.value)) is not is_orderly
 
 
 def test_launches_with_different_ids_begin_training() -> None:

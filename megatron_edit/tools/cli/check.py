@@ -170,7 +170,7 @@ def _check_hub_settings(config: EditConfig) -> None:
     from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
     from megatron_edit.tools.cli.hub import is_loopback
 
-    host, _ = parse_endpoint(config.hub or "", "hub")
+    host, _ = parse_endpoint(config.hub or "")
     token = read_token(flag("hub_token_file"), config.hub_token_file)
     if not token and not is_loopback(host):
         raise UsageError(

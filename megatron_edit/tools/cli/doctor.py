@@ -20,9 +20,8 @@ from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.flags import RESERVED_PREFIXES, USE_EDIT, flag
+from megatron_edit.flags import RESERVED_PREFIXES, USE_EDIT, flag, parse_endpoint
 from megatron_edit.tools.cli.common import option, search_megatron_as_launch
-from megatron_edit.tools.cli.hub import parse_address
 from megatron_edit.tools.cli.words import (
     NUM_REPLICAS,
     SHARED,
@@ -173,7 +172,7 @@ def _check(options: Namespace, training: EditConfig, step_seconds: float) -> Hub
             value = f"--token-file {token_file}"
             raise UsageError(value, "is the token of a hub", "also give --hub HOST:PORT")
         return None
-    host, port = parse_address("--hub", address)
+    host, port = parse_endpoint(address, "--hub")
     token = read_token("--token-file", token_file or training.hub_token_file)
     return HubAddress(host, port, token)
 
@@ -198,7 +197,8 @@ def _here() -> list[DoctorFinding]:
 
 
 def _interfaces(*, is_single_host: bool) -> Iterator[DoctorFinding]:
-    from megatron_edit.tools.doctor.machine import interface_findings, interfaces, own_address
+    from megatron_edit.comm.interfaces import interfaces, own_address
+    from megatron_edit.tools.doctor.machine import interface_findings
 
     return interface_findings(
         os.environ, interfaces(), own_address(), is_single_host=is_single_host

@@ -25,6 +25,7 @@ from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.server import Hub
 from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import endpoint_text, parse_endpoint
 from megatron_edit.tools.cli.common import refuse_rest
 
 
@@ -63,7 +64,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         raise UsageError(
             f"--min-replicas {options.min_replicas}", "must be at least 1", "leave it out"
         )
-    host, port = parse_address("--listen", options.listen, least_port=0)
+    host, port = parse_endpoint(options.listen, "--listen", least_port=0)
     if not token and not is_loopback(host):
         raise UsageError(
             f"--listen {options.listen}", "without a token a hub listens on loopback only",
@@ -88,7 +89,9 @@ async def _serve(hub: Hub, host: str, port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, hub.close)
     await hub.serve(
-        host, port, on_ready=lambda host, port: _say(f"hub: listening on {host}:{port}")
+        host,
+        port,
+        on_ready=lambda host, port: _say(f"hub: listening on {endpoint_text(host, port)}"),
     )
 
 
@@ -100,7 +103,7 @@ def _say(line: str) -> None:
 def _query(options: Namespace, token: bytes) -> int:
     if options.address is None:
         raise UsageError(f"hub {options.action}", "needs the hub's address", "give HOST:PORT")
-    host, port = parse_address("HOST:PORT", options.address)
+    host, port = parse_endpoint(options.address)
     try:
         status = json.loads(query(HubAddress(host, port, token), options.action.encode()))
     except (OSError, ChannelError) as error:
@@ -134,18 +137,6 @@ def status_lines(status: dict[str, Any]) -> list[str]:
             f"{member['seconds_since_progress']:.0f} s ago{connection}"
         )
     return lines
-
-
-def parse_address(name: str, text: str, *, least_port: int = 1) -> tuple[str, int]:
-    """Host and port of HOST:PORT.
-
-    Raises:
-        UsageError: not of this form.
-    """
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and least_port <= int(port) < 65536):
-        raise UsageError(f"{name} {text}", "must be HOST:PORT", "for example 10.0.0.1:29600")
-    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_edit.elastic.agent import HubAddress, ProofRefusedError, open_session, read_frame
 from megatron_edit.elastic.channel import QUERY, ChannelError
 from megatron_edit.elastic.token import TOKEN_VARIABLE
+from megatron_edit.flags import endpoint_text
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 from megatron_edit.tools.pages.texts import join_names
 
@@ -77,7 +78,7 @@ def hub_findings(address: HubAddress) -> tuple[list[DoctorFinding], dict[str, An
     Returns:
         Findings, and numbers for ``--json``.
     """
-    name = f"hub {address.host}:{address.port}"
+    name = f"hub {endpoint_text(address.host, address.port)}"
     try:
         measured = measure_hub(address)
         found = [answer_finding(name, address, measured), run_finding(measured.status)]

@@ -7,19 +7,25 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 
 from megatron_edit import __version__
+from megatron_edit.comm.interfaces import (
+    GLOO_INTERFACE,
+    interfaces,
+    is_loopback,
+    outer_interfaces,
+    own_address,
+)
 from megatron_edit.host.devices import unusable_gpus
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 
-_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_NCCL = "NCCL_SOCKET_IFNAME"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MANY_CONNECTIONS = "32"
-_VIRTUAL = ("docker", "veth", "br-", "virbr")
 
 
 def versions() -> dict[str, str]:
@@ -74,24 +80,6 @@ def connections_finding(env: Mapping[str, str], major: int) -> DoctorFinding:
     return DoctorFinding(_CONNECTIONS, value, Level.HINT, remedy)
 
 
-def interfaces() -> dict[str, list[str]]:
-    """Return the IPv4 addresses of the interfaces that are up."""
-    stats = psutil.net_if_stats()
-    return {
-        name: [a.address for a in addresses if a.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in stats and stats[name].isup
-    }
-
-
-def own_address() -> str:
-    """Return the address of this machine's host name, gloo's default; empty if there is none."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
 def interface_findings(
     env: Mapping[str, str], there: Mapping[str, list[str]], address: str, *, is_single_host: bool
 ) -> Iterator[DoctorFinding]:
@@ -105,24 +93,31 @@ def interface_findings(
     """
     shown = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items() if found)
     yield DoctorFinding("interfaces", shown or "none")
-    outer = [name for name, found in there.items() if found and not _is_internal(name)]
+    outer = outer_interfaces(there)
     preferred = outer[0] if outer else "eth0"
-    for variable in (_GLOO, _NCCL):
+    for variable in (GLOO_INTERFACE, _NCCL):
         if chosen := env.get(variable):
-            yield _chosen(variable, chosen, there)
-    if not env.get(_GLOO):
-        name = next((name for name, found in there.items() if address in found), "")
-        value = f"{name or 'none'}, where this machine's name leads ({address or 'nowhere'})"
-        is_good = bool(name) and (is_single_host or not address.startswith("127."))
-        yield DoctorFinding(
-            "gloo's interface",
-            value,
-            Level.OK if is_good else Level.HINT if is_single_host else Level.BAD,
-            "" if is_good else f"export {_GLOO}={preferred if not is_single_host else 'lo'}",
-        )
+            found = _chosen(variable, chosen, there)
+            leads_out = variable == _NCCL or chosen != "lo"
+            yield found if leads_out else _on_loopback(found, preferred, is_single_host)
+    if not env.get(GLOO_INTERFACE):
+        name = next((name for name, found in there.items() if address in found), "none")
+        value = f"{name}, where this machine's name leads ({address})"
+        found = DoctorFinding("gloo's interface", value)
+        leads_out = not is_loopback(address)
+        yield found if leads_out else _on_loopback(found, preferred, is_single_host)
     if not env.get(_NCCL) and torch.cuda.is_available() and len(outer) > 1 and not is_single_host:
         remedy = f"export {_NCCL}={preferred} to be sure"
         yield DoctorFinding("NCCL's interface", f"one of {', '.join(outer)}", Level.HINT, remedy)
+
+
+def _on_loopback(found: DoctorFinding, preferred: str, is_single_host: bool) -> DoctorFinding:
+    """Return the finding on an interface that other machines cannot reach."""
+    remedy = f"export {GLOO_INTERFACE}={preferred}"
+    if not is_single_host:
+        return replace(found, level=Level.BAD, remedy=remedy)
+    remedy = f"other machines cannot reach it: for a training with them {remedy}"
+    return replace(found, level=Level.HINT, remedy=remedy)
 
 
 def _chosen(variable: str, chosen: str, there: Mapping[str, list[str]]) -> DoctorFinding:
@@ -141,10 +136,6 @@ def _matches(word: str, name: str, variable: str) -> bool:
     return name.startswith(word) if variable == _NCCL else name == word
 
 
-def _is_internal(name: str) -> bool:
-    return name == "lo" or name.startswith(_VIRTUAL)
-
-
 def machine_facts() -> dict[str, Any]:
     """Return the facts about this machine that other ranks of a launch need, as JSON values."""
     return {
@@ -152,7 +143,9 @@ def machine_facts() -> dict[str, Any]:
         "versions": versions(),
         "interfaces": interfaces(),
         "address": own_address(),
-        "chosen": {name: os.environ[name] for name in (_GLOO, _NCCL) if name in os.environ},
+        "chosen": {
+            name: os.environ[name] for name in (GLOO_INTERFACE, _NCCL) if name in os.environ
+        },
     }
 
 
