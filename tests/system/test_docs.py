@@ -121,7 +121,8 @@ PAGES = {
     ),
     "docs/choosing.md": Page(shows=("of the ideal",)),
     "docs/cluster.md": Page(
-        {OF_READER: MOCK, "=eth0": "=lo", "--split 99,1,0": "--split 90,10,0", "--edit-log-dir runs/7b/log\n":
+        {OF_READER: MOCK, "=eth0": "=lo", "--split 99,1,0": "--split 90,10,0",
+         "--edit-log-dir runs/7b/log\n":
          f"--edit-log-dir runs/7b/log {SMALL_7B} --save-interval 4\n"},
         ("of the ideal", CHECKED, "sync mode overlap", "all-reduce among the replicas",
          "replica 0 is on node1 (8 ranks), node2 (8 ranks)",
