@@ -88,6 +88,18 @@ def test_plan_predicts_choice_of_settings(capsys: pytest.CaptureFixture[str]) ->
     assert usual["edit"]["choice"] is None
 
 
+def test_advice_leaves_chosen_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a suggestion against the choice; what is given still gets one."""
+    line = [*AUTO, "--link", "20Mbit", "--strategies", "edit"]
+    found = []
+    for more in ([], ["--edit-sync-interval", "16"]):
+        assert main(["plan", *line, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found.append([text.split(":")[0] for text in lines if text.startswith("- ")])
+    assert found[0] == ["- prefetch", "- timeout-seconds", "- distributed-timeout", "- signal-lead"]
+    assert found[1] == ["- interval", *found[0]]
+
+
 def test_planned_choice_follows_link_length_and_given_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
@@ -39,7 +39,11 @@ class Advice:
 
 
 def advise(
-    job: Job, config: EditConfig, setting: TimingSetting, device_memory: float | None
+    job: Job,
+    config: EditConfig,
+    setting: TimingSetting,
+    device_memory: float | None,
+    chosen: Collection[str] = (),
 ) -> tuple[Advice, ...]:
     """Return all suggestions for a strategy with rounds.
 
@@ -48,8 +52,13 @@ def advise(
         config: its settings.
         setting: link, machine and step.
         device_memory: bytes of a device; None where not known.
+        chosen: settings that `--edit-auto` chooses, which need no suggestion.
     """
-    found = [_interval(job, config, setting), _hiding_advice(job, config, setting)]
+    found = []
+    if "sync_interval" not in chosen:
+        found.append(_interval(job, config, setting))
+    if not {"sync_dtype", "delay_steps"} & set(chosen):
+        found.append(_hiding_advice(job, config, setting))
     found.append(_depth(job, config, setting))
     if device_memory is not None:
         found.append(_memory(job, config, setting, device_memory))

@@ -139,7 +139,8 @@ def make_plan(
     advice: tuple[Advice, ...] = ()
     if with_rounds and job.mesh.num_replicas > 1:
         config, _ = _settings_of(job, setting, with_rounds[0])
-        advice = advise(job, config, setting, device_memory)
+        chosen = job.config(with_rounds[0]).open_settings
+        advice = advise(job, config, setting, device_memory, chosen)
     return Plan(job, setting, stock_parts(job), rows, advice)
 
 
