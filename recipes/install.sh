@@ -11,6 +11,7 @@
 #              MEGATRON_LM_URL  its repository, or a mirror
 set -euo pipefail
 
+case ${1:-} in -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 package=${1:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 clone=${MEGATRON_LM_DIR:-/opt/Megatron-LM}
 

@@ -4,6 +4,7 @@
 #   scripts/quickstart.sh [--output-dir DIR] [--train-iters N]
 set -euo pipefail
 
+case ${1:-} in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$(bash "$root/scripts/setup.sh" --print-python)
 exec "$python" "$root/scripts/quickstart.py" "$@"

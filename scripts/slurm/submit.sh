@@ -2,8 +2,11 @@
 # Submits a batch script of this folder with the nodes and limits of settings.env.
 #
 #   scripts/slurm/submit.sh ddp|edit|edit_per_replica|a_edit_mixed|elastic|hub [sbatch options]
+#
+# Settings: settings.env, or the file that MEGATRON_EDIT_SETTINGS names; manual: docs/slurm.md.
 set -euo pipefail
 
+case ${1:-} in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 # shellcheck source=scripts/slurm/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 kind=${1:-}

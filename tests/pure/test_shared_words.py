@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,3 +162,18 @@ def test_values_are_parsed_once() -> None:
     found = SharedValues.of(parser.parse_args(words.split()))
     assert found == SharedValues(1e8, 0.02, 2.5, 3.0, 80e9, ["a", "b", "b"])
     assert SharedValues.of(parser.parse_args([])) == SharedValues(None, 0.0, None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", MODEL, "--replicas", "8", "--link", "1Gbit", "--step-time", "2"]]
+)
+def test_closed_pipe_ends_command_quietly(words: list[str]) -> None:
+    """As in `megatron-edit plan ... | head -0`; would catch a traceback and Python's own report."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    program = "import sys; from megatron_edit.tools.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program, *words], stdout=writer, timeout=100,
+                          env=buffered, stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

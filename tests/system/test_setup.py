@@ -147,3 +147,23 @@ def test_full_disk_is_refused_before_installing(project: Path, indexes: str) -> 
     assert "has less than 1000" in last and "MEGATRON_EDIT_VENV" in last
     with pytest.raises(subprocess.CalledProcessError):
         torch_of(project)
+
+
+HELPFUL = [
+    *sorted((REPOSITORY / "scripts").glob("*.sh")),
+    REPOSITORY / "scripts" / "slurm" / "submit.sh",
+    REPOSITORY / "recipes" / "install.sh",
+]
+
+
+@pytest.mark.parametrize("script", HELPFUL, ids=lambda path: path.name)
+def test_help_shows_usage_and_does_nothing(script: Path, tmp_path: Path) -> None:
+    """Would catch a script that takes `--help` as an argument, or installs something first."""
+    folders = {"MEGATRON_EDIT_VENV": str(tmp_path / "venv"),
+               "MEGATRON_LM_DIR": str(tmp_path / "clone")}  # fmt: skip
+    nowhere = folders | {"PYTHON": "/nowhere", "MEGATRON_LM_URL": "/nowhere"}
+    done = subprocess.run(["bash", str(script), "--help"], env=ENVIRONMENT | nowhere,
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "" and list(tmp_path.iterdir()) == [], done
+    usage = f"  {script.relative_to(REPOSITORY)}"
+    assert any(line.startswith(usage) for line in done.stdout.splitlines()), done.stdout

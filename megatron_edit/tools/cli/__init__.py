@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,7 @@ SUBCOMMANDS = {
     "compare": compare,
     "hub": hub,
 }
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program that the signal ended
 # Errors of the operating system that are caused by a given path, not by a bug.
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
@@ -44,6 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after `megatron-edit`; None takes them from the process.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, as Python itself would print a closed pipe as an error
+    except BrokenPipeError:  # as in `megatron-edit report RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = OneLineParser(prog="megatron-edit", description="Tools of megatron_edit.")
     parser.add_argument("--version", action="version", version=f"megatron_edit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

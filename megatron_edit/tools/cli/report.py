@@ -89,7 +89,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     for training in trainings:
         read_all(training)
         check_elastic(training)
-    page = _page_of(trainings)
+    page, summary = _page_of(trainings)
     try:
         write_atomic(target, page)
     except OSError as error:
@@ -100,22 +100,20 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             sys.stderr.write(
                 to_one_line(f"megatron-edit report: {where}: {count} damaged lines left out") + "\n"
             )
-    sys.stdout.write(to_one_line(f"page: {output}") + "\n")
+    sys.stdout.write(summary + to_one_line(f"page: {output}") + "\n")
     return 0
 
 
-def _page_of(trainings: Sequence[MonitoredRun]) -> str:
-    """Return the page of one run; of several runs, whose summary is also printed."""
+def _page_of(trainings: Sequence[MonitoredRun]) -> tuple[str, str]:
+    """Return the page, and of several runs the summary for the console."""
     if len(trainings) == 1:
         from megatron_edit.tools.monitor.page import render_page
 
-        return render_page(trainings[0])
+        return render_page(trainings[0]), ""
     from megatron_edit.tools.side_by_side.page import SideBySide, describe_runs, render_runs
 
     found = SideBySide.of(trainings)
-    page = render_runs(found)
-    sys.stdout.write(describe_runs(found) + "\n\n")
-    return page
+    return render_runs(found), describe_runs(found) + "\n\n"
 
 
 def read_all(training: MonitoredRun) -> None:
