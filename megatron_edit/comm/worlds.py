@@ -425,7 +425,11 @@ def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.S
             "give each launch a free port of its own, and check that its rank 0 was started",
             is_local=True,
         ) from error
-    return store
+    # torchrun keeps its store when it starts ranks again: they must not read what the former ones
+    # have set. On several nodes it counts the starts of each node, which then differ.
+    is_on_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_on_one_node else "0"
+    return dist.PrefixStore(f"edit/start {start}", store)
 
 
 def _no_master() -> UsageError:

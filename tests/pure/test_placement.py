@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.comm.placement import Placement, place
-from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.errors import UsageError
 
 
@@ -27,6 +27,30 @@ def test_single_launch_gives_replicas_contiguous_ranks(replicas: int, ranks: int
     assert [p.global_rank for p in places] == list(range(world))
     assert [p.replica for p in places] == [r // ranks for r in range(world)]
     assert [p.rank for p in places if p.is_writer] == [ranks - 1] * replicas  # it has the loss
+
+
+@pytest.mark.parametrize(("num_nodes", "is_shared"), [(1, False), (2, True)])
+def test_ranks_that_torchrun_starts_again_read_nothing_of_the_former(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, is_shared: bool
+) -> None:
+    """torchrun keeps its store, and with it the addresses of ranks that have ended. On several
+    nodes its count differs between them."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(num_nodes))
+
+    def world(start: int, rank: int) -> ReplicaWorld:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        placement = Placement(2, 0, 2, rank, is_single_launch=False)
+        return join(placement, rendezvous=None, timeout_seconds=None, is_alone=True)
+
+    first, other, later = world(0, 0), world(0, 1), world(1, 1)
+    for name in ("replica_store", "shared_store"):
+        getattr(first, name).set("address", "old")
+        assert getattr(other, name).check(["address"])
+        assert getattr(later, name).check(["address"]) is is_shared
 
 
 def test_one_launch_per_replica() -> None:
