@@ -13,7 +13,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,7 @@ from netlab import burst_bytes
 
 from megatron_edit.tools.plan.exchanges import TimingSetting, stock_cost, sync_cost, sync_traffic
 from megatron_edit.tools.plan.job import Job, read_job
-from megatron_edit.tools.plan.machine import CPU, Link
+from megatron_edit.tools.plan.machine import CPU, Link, Machine
 
 # The series of each study that the planner is compared with.
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}
@@ -122,7 +122,7 @@ def syncs() -> list[Prediction]:
         load = max(1.0, case["num_replicas"] / CORES)
         setting = TimingSetting(
             link=lab_link(rate, median(bandwidths[rate])),
-            machine=CPU.crowded(load),
+            machine=_crowded(CPU, load),
             step=STEP_OF_GROWTH,
             forward_share=1 / 3,
         )
@@ -130,6 +130,16 @@ def syncs() -> list[Prediction]:
         is_fitted = rate is None and case["num_replicas"] == 2
         found.append(Prediction(_case_name(row), seconds, row["seconds"]["min"], is_fitted))
     return found
+
+
+def _crowded(machine: Machine, factor: float) -> Machine:
+    """Return the costs where `factor` ranks share a core."""
+    return replace(
+        machine,
+        per_element=machine.per_element * factor,
+        per_sent_byte=machine.per_sent_byte * factor,
+        per_wire_byte=machine.per_wire_byte * factor,
+    )
 
 
 def sent_bytes() -> list[Prediction]:

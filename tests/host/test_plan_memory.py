@@ -10,8 +10,9 @@ import pytest
 
 from megatron_edit.tools.plan.exchanges import sync_traffic
 from megatron_edit.tools.plan.job import Job, read_job
-from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
+from megatron_edit.tools.plan.memory import edit_parts, stock_parts
 from tests.harness import Flags
+from tests.harness.planned_state import persistent_bytes
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import edit_flags, run_edit
 

@@ -29,8 +29,9 @@ from megatron_edit.tools.plan.exchanges import (
 )
 from megatron_edit.tools.plan.job import NAMES, Job, read_job
 from megatron_edit.tools.plan.machine import CPU, GPU, Link
-from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
+from megatron_edit.tools.plan.memory import edit_parts, stock_parts
 from megatron_edit.tools.plan.plan import lines, make_plan
+from tests.harness.planned_state import persistent_bytes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = ("llama_350m", "llama_1b", "llama_3b", "llama_7b")

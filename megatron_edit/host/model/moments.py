@@ -41,11 +41,8 @@ def read_moment(
         out: mutated.
     """
     for optimizer, state, name in _states_with(optimizers, main, kind):
-        if _is_scaled(optimizer):
-            assert main is not None
-            out.copy_(cast(FusedAdam, optimizer).get_unscaled_state(main, name).view(-1))
-        else:
-            out.copy_(state[name].view(-1))
+        assert main is not None
+        out.copy_(_values_of(optimizer, main, state, name).view(-1))
 
 
 def write_moment(
@@ -53,12 +50,8 @@ def write_moment(
 ) -> None:
     """Set a moment of a main shard, fp32 [n]; optimizers with moments in fewer bits round it."""
     for optimizer, state, name in _states_with(optimizers, main, kind):
-        if _is_scaled(optimizer):
-            assert main is not None
-            shaped = values.view(state[name].shape)
-            cast(FusedAdam, optimizer).set_scaled_state(main, name, shaped)
-        else:
-            state[name].view(-1).copy_(values)
+        assert main is not None
+        _set_values(optimizer, main, state, name, values)
 
 
 def _states_with(
@@ -105,8 +98,7 @@ def scaled_beta2(
     """
     more = extra_steps(common_steps, num_replicas)
     groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
-    counters = [owner for owner in _step_owners(optimizers).values() if "step" in owner]
-    step = _largest_count(counters) + 1
+    counters, step = _counting(optimizers), num_counted_steps(optimizers) + 1
     given = [group.copy() for group in groups]
     for group in groups:
         beta1, beta2 = group["betas"]
@@ -130,11 +122,11 @@ def scaled_beta2(
 
 def num_counted_steps(optimizers: Iterable[InnerOptimizer]) -> int:
     """Return Adam's step count; 0 before the first step, or without parameters."""
-    return _largest_count(o for o in _step_owners(optimizers).values() if "step" in o)
+    return max((int(owner["step"]) for owner in _counting(optimizers)), default=0)
 
 
-def _largest_count(counters: Iterable[Any]) -> int:
-    return max((int(owner["step"]) for owner in counters), default=0)
+def _counting(optimizers: Iterable[InnerOptimizer]) -> list[Any]:
+    return [owner for owner in _step_owners(optimizers).values() if "step" in owner]
 
 
 def _step_owners(optimizers: Iterable[InnerOptimizer]) -> dict[str, Any]:
@@ -157,15 +149,16 @@ def _step_owners(optimizers: Iterable[InnerOptimizer]) -> dict[str, Any]:
 def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
     """Zero non-finite elements in the moments of a main shard; return their number."""
     zeroed = 0
-    for inner in optimizers:
-        state = {} if inner.optimizer is None else inner.optimizer.state.get(main, {})
-        if inner.optimizer is not None and main is not None and _is_scaled(inner.optimizer):
-            zeroed += _zero_scaled(cast(FusedAdam, inner.optimizer), main, state)
+    for optimizer in (inner.optimizer for inner in optimizers):
+        if optimizer is None or main is None:
             continue
-        for moment in _moments(state):
+        state = optimizer.state.get(main, {})
+        for name in [name for name, value in state.items() if _is_moment(name, value)]:
+            moment = _values_of(optimizer, main, state, name)
             nonfinite = ~torch.isfinite(moment)
-            zeroed += int(nonfinite.sum())
-            moment.masked_fill_(nonfinite, 0.0)
+            if count := int(nonfinite.sum()):
+                _set_values(optimizer, main, state, name, moment.masked_fill(nonfinite, 0.0))
+                zeroed += count
     return zeroed
 
 
@@ -211,32 +204,25 @@ def _zero_all_but_main(optimizer: TorchOptimizer) -> None:
                 value.zero_()
 
 
-def _is_scaled(optimizer: TorchOptimizer) -> bool:
-    return hasattr(optimizer, "get_unscaled_state")
+def _values_of(optimizer: TorchOptimizer, main: Tensor, state: ParamState, name: str) -> Tensor:
+    """Return a moment; in fp32 where the optimizer stores it in fewer bits, with scales."""
+    if hasattr(optimizer, "get_unscaled_state"):
+        return cast(FusedAdam, optimizer).get_unscaled_state(main, name)
+    return state[name]
 
 
-def _zero_scaled(optimizer: FusedAdam, main: Tensor, state: ParamState) -> int:
-    """Zero non-finite elements in moments that are stored in few bits with scales."""
-    zeroed = 0
-    for name in [name for name, value in state.items() if _is_moment(name, value)]:
-        moment = optimizer.get_unscaled_state(main, name)
-        nonfinite = ~torch.isfinite(moment)
-        count = int(nonfinite.sum())
-        if count:
-            optimizer.set_scaled_state(main, name, moment.masked_fill(nonfinite, 0.0))
-        zeroed += count
-    return zeroed
+def _set_values(
+    optimizer: TorchOptimizer, main: Tensor, state: ParamState, name: str, values: Tensor
+) -> None:
+    if hasattr(optimizer, "set_scaled_state"):
+        shaped = values.view(state[name].shape)
+        cast(FusedAdam, optimizer).set_scaled_state(main, name, shaped)
+    else:
+        state[name].view(-1).copy_(values.view(-1))
 
 
 def _is_moment(name: str, value: object) -> bool:
     return name != MASTER and isinstance(value, Tensor) and value.dim() > 0
-
-
-def _moments(state: ParamState) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a state that are no scalars and no main shard."""
-    for name, value in state.items():
-        if _is_moment(name, value) and value.is_floating_point():
-            yield value
 
 
 def read_counters(optimizers: Sequence[InnerOptimizer]) -> dict[str, float]:

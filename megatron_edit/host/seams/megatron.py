@@ -307,13 +307,3 @@ class AsyncRequest(Protocol):
 
     def _replace(self, *, finalize_fns: Iterable[Callable[[], None]]) -> AsyncRequest:
         """Return a copy with other finalize functions."""
-
-
-class ShardedFactory(Protocol):
-    """Of `ShardedTensorFactory`: a parameter that is stored in several tensors."""
-
-    key: str
-    data: Tensor
-
-    def build(self) -> object:
-        """Return the tensors in nested containers."""

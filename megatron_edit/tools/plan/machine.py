@@ -11,7 +11,7 @@ estimates from the bytes that the arithmetic moves, and were not measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,6 @@ class Machine:
     per_wire_byte: float = 0.0
     gather_factor: float = 1.0
     memory_share: float = 0.9
-
-    def crowded(self, factor: float) -> Machine:
-        """Return the costs where `factor` ranks share a core."""
-        return replace(
-            self,
-            per_element=self.per_element * factor,
-            per_sent_byte=self.per_sent_byte * factor,
-            per_wire_byte=self.per_wire_byte * factor,
-        )
 
 
 CPU = Machine("cpu", 0.0, 1.72e-9, 0.625e-3, 5e9, True, 1.2e-9, 1.6)

@@ -96,23 +96,6 @@ def _synchronous_parts(job: Job, config: EditConfig) -> Iterator[MemoryItem]:
     yield MemoryItem("encoded gradients", DEVICE, coded, is_persistent=False, is_synchronous=True)
 
 
-def persistent_bytes(job: Job, config: EditConfig) -> int:
-    """Return the outer state of a replica, all of its ranks together, as counted in `sync.jsonl`.
-
-    With a delay it includes the averages and snapshots of syncs that have not landed, of all units.
-    """
-    wire, landing = Wire.of(config.sync_dtype), landing_of(config)
-    kept = 2 + int(landing.needs_snapshot)
-    if not landing.is_immediate:
-        kept += 1 + len(moments_of(config).rule.kinds)
-    total = sum(sum(row) for row in job.rank_numels)
-    residuals = 0
-    if wire.has_residual:
-        size = job.mesh.num_replicas
-        residuals = total + sum(wire.owner_numel(n, size) for row in job.rank_numels for n in row)
-    return FP32_BYTES * (kept * total + residuals)
-
-
 def published_diloco_parts(job: Job) -> tuple[MemoryItem, ...]:
     """Return the memory of DiLoCo as published: anchor and momentum are not sharded."""
     return (
