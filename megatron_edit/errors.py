@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+
 
 def to_one_line(text: str) -> str:
     """Return the text with line breaks and all other non-printable characters escaped."""
@@ -106,5 +108,6 @@ def outcome_of(error: BaseException | None) -> tuple[int, str | None]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return code, f"the script exited with {error.code}"
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    return code, to_one_line(f"{type(error).__name__}: {error}")
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "Ctrl-C"
+    return 1, to_one_line(f"{type(error).__name__}: {error}")

@@ -145,6 +145,7 @@ class HubState:
         drifted: the replica whose result differed from the others' in the last attempt.
         is_stopping: whether the run ends after the next commit, on request.
         removals: of replicas that were taken out, since training was started from a checkpoint.
+        failed_joins: replicas that were lost before they took part, and how often in a row.
         joins: replicas that have ever joined.
         first_epoch: the epoch that the replicas begin to train in.
         lineage: how often training was started again from a checkpoint, after all replicas were
@@ -178,6 +179,7 @@ class HubState:
     drifted: str = ""
     is_stopping: bool = False
     removals: tuple[Removals, ...] = ()
+    failed_joins: tuple[tuple[str, int], ...] = ()
     joins: int = 0
     first_epoch: int = 1
     lineage: int = 0
@@ -276,10 +278,10 @@ class HubState:
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
             is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",
-            reached=reached, is_over=False, removals=(),
+            reached=reached, is_over=False, removals=(), failed_joins=(),
         )  # fmt: skip
 
-    def after_leave(self, name: str, reason: str) -> HubState:
+    def after_leave(self, name: str, reason: str, failed_joins: int = 0) -> HubState:
         """The state after a replica has left. Training is over when the leader has left because no
         sample is left: the others do so while it still saves."""
         is_over = reason == LeaveReason.FINISHED and name == self.announced
@@ -288,9 +290,17 @@ class HubState:
             earlier = next((each for each in removals if each.name == name), None)
             others = tuple(each for each in removals if each.name != name)
             removals = (*others, Removals.after(earlier, name, self.round))
+        failed = dict(self.failed_joins) | {name: failed_joins}
         return replace(
-            self.without(name), is_finished=self.is_finished or is_over, removals=removals
-        )
+            self.without(name), is_finished=self.is_finished or is_over, removals=removals,
+            failed_joins=tuple((each, count) for each, count in failed.items() if count),
+        )  # fmt: skip
+
+    def failed_joins_after(self, member: Member, reason: str) -> int:
+        """How often in a row a replica that leaves was lost before it took part."""
+        is_loss = reason in (LeaveReason.LOST, LeaveReason.EVICTED)
+        took_part = self.phase is not Phase.OPENING and member.applied != NO_STATE
+        return 1 + dict(self.failed_joins).get(member.name, 0) if is_loss and not took_part else 0
 
     def admitted_from(self, name: str) -> int:
         """The round from which a replica that joins may copy the state; 0: any."""
@@ -349,6 +359,12 @@ class HubState:
                 "void": self.num_void}  # fmt: skip
 
 
+def failed_joins_text(count: int) -> str:
+    """Say how often in a row a replica was lost before it took part; empty for 0."""
+    again = f", {count} times in a row: look at its output" if count > 1 else ""
+    return f" before it took part{again}" if count else ""
+
+
 def state_key(count: int, digest: str) -> str:
     """A short text for the state after `count` commits with this digest."""
     return hashlib.sha256(f"{count} {digest}".encode()).hexdigest()[:KEY_DIGITS]
@@ -378,7 +394,7 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             )
             state = state.with_member(member)
         elif entry.event == "leave":
-            state = state.after_leave(has["name"], has["reason"])
+            state = state.after_leave(has["name"], has["reason"], has.get("failed_joins", 0))
             if state.is_vacant:
                 state = state.vacated()
         elif entry.event == "epoch":

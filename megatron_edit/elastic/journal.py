@@ -196,22 +196,6 @@ class Journal:
         os.close(self._descriptor)
 
 
-def read_journal(folder: Path) -> list[JournalEntry]:
-    """The complete lines of a journal, which a hub may have open.
-
-    Raises:
-        UsageError: there is none, or a line is damaged.
-    """
-    path = folder / FILE_NAME
-    try:
-        with path.open("rb") as file:
-            return [entry for _, entry in _parse(_lines(file.fileno()), path)]
-    except OSError as error:
-        raise UsageError(
-            f"{path}", f"cannot be read ({error.strerror})", "name the hub's --state-dir"
-        ) from None
-
-
 def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -307,10 +307,12 @@ class _Step:
             else:
                 self._end(f"{name} was {reason} before the first commit", 4)
             return
+        if failed_joins := state.failed_joins_after(member, reason):
+            details["failed_joins"] = failed_joins
         self._record("leave", name=name, reason=reason, **details)
         if not is_replaced and reason in FENCED_BECAUSE:
             self._send(name, Fenced(FENCED_BECAUSE[LeaveReason(reason)]))
-        self.state = self.state.after_leave(name, reason)
+        self.state = self.state.after_leave(name, reason, failed_joins)
         if self.state.is_vacant or is_needed:
             self._vacate()
         elif name in state.members and state.phase in (Phase.FORM, Phase.EXCHANGE):

@@ -27,7 +27,14 @@ from megatron_edit.elastic.channel import (
     proof,
 )
 from megatron_edit.elastic.deadlines import Deadlines
-from megatron_edit.elastic.hub_state import HubState, Member, Phase, replay
+from megatron_edit.elastic.hub_state import (
+    NO_STATE,
+    HubState,
+    Member,
+    Phase,
+    failed_joins_text,
+    replay,
+)
 from megatron_edit.elastic.inputs import Disconnected, Input, Late, Output, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.liveness import REPLACED_SECONDS, Liveness
@@ -58,6 +65,15 @@ MAX_STRANGERS = 64  # connections in the handshake at once; others wait for thei
 MAX_BACKLOG_BYTES = 8 << 20  # unread by a replica: it does not read any more
 QUERIES = (b"status", b"stop")  # and `STANDING`, with name and incarnation
 NOT_SHOWN = ("blocks", "handles", "holes")  # long fields of the journal
+WORDS = {  # for what the journal has, by event
+    "open": "training begins again after {round} commits; {void} later ones are void",
+    "join": "{name}",
+    "leave": "{name}: {reason}",
+    "epoch": "{epoch}: {names}; leader: {leader}",
+    "commit": "{number}: {names} ({samples:,} samples)",
+    "stop": "after the next commit",
+    "end": "{reason} (exit code {exit_code})",
+}
 
 
 @dataclass(slots=True)
@@ -165,6 +181,10 @@ class Hub:
                 }
                 for each in state.roster
             ],
+            "failed_joins": {
+                name: count for name, count in state.failed_joins
+                if (member := state.member(name)) is None or member.applied == NO_STATE
+            },
             "last_commit": self._last_commit(),
         }  # fmt: skip
 
@@ -204,9 +224,11 @@ class Hub:
             self._liveness.forget(record.fields["name"])
         elif record.event == "epoch":
             self._store.forget()  # what was set for groups of earlier epochs
-        shown = {k: v for k, v in record.fields.items() if k not in NOT_SHOWN}
+        self._say(f"{record.event} {_in_words(record)}")
+
+    def _say(self, line: str) -> None:
         with suppress(OSError):  # a full disk, or a closed pipe: the journal is what counts
-            self.say(f"hub: {record.event} {json.dumps(shown)}")
+            self.say(f"hub: {line}")
 
     def _send(self, send: Send) -> None:
         connection = self._connections.get(send.name)
@@ -222,21 +244,18 @@ class Hub:
         """Say why the results of a round were not good."""
         messages = [each.message for each in outputs if isinstance(each, Send)]
         reasons = {each.reason: None for each in messages if isinstance(each, Abandon)}
-        with suppress(OSError):
-            for reason in filter(None, reasons):
-                self.say(f"hub: round {self.state.round} is exchanged again: {reason}")
+        for reason in filter(None, reasons):
+            self._say(f"round {self.state.round} is exchanged again: {reason}")
 
     def _say_late(self, name: str, seconds: float) -> None:
         """Say that a meeting does not wait any more for a replica that copies the state."""
         member = self.state.member(name)
         if member is None or not self.state.is_late(member):
             return
-        with suppress(OSError):
-            self.say(
-                f"hub: round {self.state.round} goes on without {name}, whose copy of the state "
-                f"was waited for {seconds:.0f} s; it is waited for again in round "
-                f"{member.awaited_from}"
-            )
+        self._say(
+            f"round {self.state.round} goes on without {name}, whose copy of the state was waited "
+            f"for {seconds:.0f} s; it is waited for again in round {member.awaited_from}"
+        )
 
     async def _tick(self) -> None:
         while True:
@@ -376,6 +395,18 @@ class Hub:
             else:
                 await asyncio.sleep(NAME_SECONDS)
         return True
+
+
+def _in_words(record: Record) -> str:
+    """What is decided, for people; the journal has more."""
+    has = record.fields
+    names, number = ", ".join(has.get("members", ())), has.get("round", 0) + 1
+    text = WORDS[record.event].format(names=names, number=number, epoch=record.epoch, **has)
+    copies = ", which copies the state" if has.get("holds_state") is False else ""
+    first = f" from round {has['admitted_from']} on" if "admitted_from" in has else ""
+    units = f" in {', '.join(has['units'])}" if "units" in has else ""
+    last = ", the last one" if has.get("is_over") else ""
+    return f"{text}{copies}{first}{units}{last}{failed_joins_text(has.get('failed_joins', 0))}"
 
 
 def _state_of(state: HubState, member: Member) -> str:

@@ -32,7 +32,7 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, ElasticParts, EngineGroups
-from megatron_edit.errors import SyncProtocolError, outcome_of
+from megatron_edit.errors import INTERRUPTED, SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
@@ -205,9 +205,10 @@ class TrainingLoop:
         if self._run is None:
             return
         code, reason = outcome_of(error)
-        end = "failed" if code else "finished" if self._stop_reason is None else "stopped"
+        reason, has_failed = reason or self._stop_reason, code not in (0, INTERRUPTED)
+        end = "failed" if has_failed else "finished" if reason is None else "stopped"
         step, samples = self._run.engine.status.step, self._run.host.counters.samples
-        self._events.on_end(Ending(end, reason or self._stop_reason, code, step, samples))
+        self._events.on_end(Ending(end, reason, code, step, samples))
 
     # ---- wrapped calls
 
@@ -497,8 +498,11 @@ class TrainingLoop:
 
         if reason := exit_reason(get_args()):
             return reason
-        is_requested = self._run is not None and self._run.engine.status.is_stopping
-        return "another replica was asked to stop" if is_requested else "--exit-interval"
+        engine = self.engine
+        if engine is None or not engine.status.is_stopping:
+            return "--exit-interval"
+        is_by_hub = engine.elastic is not None and engine.elastic.is_ending
+        return "megatron-edit hub stop" if is_by_hub else "another replica was asked to stop"
 
     def _report_lost_writes(self) -> None:
         for writer in self._writers:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_edit.elastic.agent import Agent, HubAddress
 from megatron_edit.elastic.hub_state import HubState, replay
 from megatron_edit.elastic.inputs import Record, Send
-from megatron_edit.elastic.journal import Journal, JournalEntry
+from megatron_edit.elastic.journal import FILE_NAME, Journal, JournalEntry
 from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     Abandon,
@@ -72,6 +72,12 @@ def running_hub(
         thread.join(TIMEOUT)
         loop.close()
         journal.close()
+
+
+def read_journal(folder: Path) -> list[JournalEntry]:
+    """The complete lines of a journal, which a hub may have open."""
+    lines = (folder / FILE_NAME).read_bytes().splitlines(keepends=True)
+    return [JournalEntry.parse(line) for line in lines if line.endswith(b"\n")]
 
 
 class PretendingReplica:

@@ -221,14 +221,22 @@ def test_timed_rounds_are_elastic(tmp_path: Path) -> None:
 
 
 def test_hub_stop_ends_the_run_with_a_save(tmp_path: Path) -> None:
+    """Also after Ctrl-C in one of two replicas. Would catch an end record that names neither."""
     flags = {"train_iters": 1000, "global_batch_size": 8, "save": tmp_path / "saves",
              "save_interval": 10_000}  # fmt: skip
     with elastic_run(tmp_path, 2, flags=flags) as run:
         for name in "ab":
             run.start(name)
         run.wait_for_commits(2)
+        run.signal("b", signal.SIGINT)
+        run.codes("b")
+        end = run.lines("replica-b.jsonl")[-1]
+        assert (end["end"], end["reason"], end["exit_code"]) == ("stopped", "Ctrl-C", 130)
+        run.wait_for(lambda: run.events("leave"))
         run.ask_hub("stop")
-        finish(run, "ab")
+        finish(run, "a")
+        end = run.lines("replica-a.jsonl")[-1]
+        assert (end["end"], end["reason"]) == ("stopped", "megatron-edit hub stop")
         committed = run.events("commit")[-1]["samples"] // 8
         tracker = tmp_path / "saves" / "latest_checkpointed_iteration.txt"
         assert int(tracker.read_text()) == committed

@@ -49,7 +49,7 @@ from megatron_edit.elastic.inputs import (
     Record,
     Stop,
 )
-from megatron_edit.elastic.journal import JournalEntry, read_journal
+from megatron_edit.elastic.journal import JournalEntry
 from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     KINDS,
@@ -81,7 +81,7 @@ from megatron_edit.elastic.messages import (
     to_json,
 )
 from megatron_edit.elastic.server import Hub
-from tests.harness.hub import HubDecisions, PretendingReplica, running_hub
+from tests.harness.hub import HubDecisions, PretendingReplica, read_journal, running_hub
 from tests.pure.test_hub_server import wait_until
 
 TOKEN = b"a secret of 26 characters."

@@ -18,10 +18,10 @@ import pytest
 
 from megatron_edit.elastic import agent
 from megatron_edit.elastic.agent import HubAddress
-from megatron_edit.elastic.journal import Journal, read_journal
+from megatron_edit.elastic.journal import Journal
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.cli.hub import status_lines
-from tests.harness.hub import PretendingReplica
+from tests.harness.hub import PretendingReplica, read_journal
 
 MAIN = "import sys; from megatron_edit.tools.cli import main; sys.exit(main())"
 
@@ -73,6 +73,7 @@ def test_status_for_people() -> None:
                 "name": "d", "state": "joining", "admitted_from": 5, "seconds_since_progress": 0.0,
             },
         ],
+        "failed_joins": {"e": 4},
     }  # fmt: skip
     assert status_lines(status) == [
         "term 1, epoch 2, round 3, 12 samples, gather, ends after the next commit",
@@ -80,6 +81,7 @@ def test_status_for_people() -> None:
         "  b: training, step 7, last progress 2 s ago",
         "  c: training, step 7, last progress 0 s ago, not connected",
         "  d: joining from round 5 on (was taken out repeatedly), step 7, last progress 0 s ago",
+        "  e: lost before it took part, 4 times in a row: look at its output",
     ]
 
 

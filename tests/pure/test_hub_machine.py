@@ -421,6 +421,32 @@ def test_who_is_needed_does_not_wait(how: str) -> None:
     assert [member.name for member in run.state.copying] == ["c"]
 
 
+def test_joiner_that_is_lost_again_and_again_is_counted() -> None:
+    """Also by a hub that is started again, until the replica has taken part. Would catch one that
+    fails in its copy at each start, of which nobody is warned."""
+
+    def counts(run: HubDecisions) -> list[int]:
+        return [e.fields.get("failed_joins", 0) for e in run.journal if e.event == "leave"]
+
+    run = HubDecisions("a", "b", rounds=2)
+    for incarnation in "1234":
+        run.take("c", run.hello("c", 2, incarnation))
+        run.take("c", Disconnected())
+        run.restart()
+        for name in "ab":
+            digest = run.state.digest
+            run.take(name, run.hello(name, 2, is_fresh=False, applied=2, digest=digest))
+    assert counts(run) == [1, 2, 3, 4] and run.state.failed_joins == (("c", 4),)
+    run.join("c", 2)
+    run.take("c", Lost())
+    run.take("c", run.hello("c", 2, "5"))
+    run.take("c", Leave("signal"))
+    assert counts(run)[4:] == [0, 0] and not run.state.failed_joins
+    run.take("c", run.hello("c", 2, "6"))
+    run.take("c", Lost())
+    assert counts(run)[-1] == 1
+
+
 def test_who_does_not_form_the_groups_goes() -> None:
     run = HubDecisions("a", "b", "c", rounds=1)
     fail(run, ("a", ()))

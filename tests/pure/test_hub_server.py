@@ -30,11 +30,10 @@ from megatron_edit.elastic.channel import (
     ChannelError,
 )
 from megatron_edit.elastic.hub_state import Standing
-from megatron_edit.elastic.journal import read_journal
 from megatron_edit.elastic.messages import Abandon, End, Fenced, Hello, Refused, encode
 from megatron_edit.elastic.replica import LastOrder, exit_of
 from megatron_edit.errors import ReplicaLostError
-from tests.harness.hub import PretendingReplica, running_hub
+from tests.harness.hub import PretendingReplica, read_journal, running_hub
 
 
 def commits(folder: Path) -> list[dict[str, object]]:
@@ -58,6 +57,42 @@ def test_replicas_commit_rounds_and_finish(tmp_path: Path) -> None:
     assert [each["round"] for each in found] == [0, 1, 2, 3, 4]
     assert all(each["members"] == ["a", "b", "c"] for each in found)
     assert len({replica.digest for replica in replicas}) == 1
+
+
+def test_console_is_for_people(tmp_path: Path, short_grace: None) -> None:
+    """A line for each decision, without digests; the journal has all of it."""
+    said: list[str] = []
+    with running_hub(tmp_path) as (hub, address):
+        hub.say = said.append
+        replicas = [PretendingReplica(address, name, 2, 30, step_seconds=0.1) for name in "ab"]
+        for replica in replicas:
+            replica.start()
+        wait_until(lambda: len(commits(tmp_path)) >= 2)
+        for incarnation in "12":
+            joiner = PretendingReplica(address, "c", 2, 30, incarnation=incarnation).start()
+            wait_until(lambda: hub.state.member("c"))
+            joiner.kill()
+            wait_until(lambda: hub.state.member("c") is None)
+        assert hub.status()["failed_joins"] == {"c": 2}
+        query(address, b"stop")
+        for replica in replicas:
+            replica.join()
+    assert sorted(said[:2]) == ["hub: join a", "hub: join b"]
+    assert said[2:5] == [
+        "hub: epoch 1: a, b; leader: " + said[0][-1],
+        "hub: commit 1: a, b (4 samples)", "hub: commit 2: a, b (8 samples)",
+    ]  # fmt: skip
+    assert said.count("hub: join c, which copies the state") == 2
+    failed = [line for line in said if line.startswith("hub: leave c")]
+    assert failed == [
+        "hub: leave c: lost before it took part",
+        "hub: leave c: lost before it took part, 2 times in a row: look at its output",
+    ]
+    assert "hub: stop after the next commit" in said
+    last = len(commits(tmp_path))
+    assert f"hub: commit {last}: a, b ({4 * last} samples), the last one" in said
+    assert "hub: leave a: finished" in said and said[-1] == "hub: end finished (exit code 0)"
+    assert "digest" in commits(tmp_path)[0]
 
 
 @pytest.fixture

@@ -222,12 +222,16 @@ def test_journal_gives_reasons_and_news(tmp_path: Path, capsys: pytest.CaptureFi
             {"event": "join", "term": 3, "epoch": 2, "name": "d"},
             {"event": "join", "term": 3, "epoch": 2, "name": "../e"},
             {"event": "epoch", "term": 3, "epoch": [], "members": ["f"], "leader": "f"},
+            *({"event": "leave", "term": 3, "epoch": 2, "name": "g", "reason": "lost",
+               "time": BEGAN_AT, "failed_joins": count} for count in range(1, 5)),
         ):  # fmt: skip
             file.write(json.dumps(line) + "\n")
         file.write('{"event": "jo')
     run = read(logs, has_journal=True)
     assert "Replica b was evicted by the hub before sync 4; no end record." in texts_of(run)
     assert "note: The hub was started again 2 times." in texts_of(run)
+    failed = "Replica g was lost before it took part, 4 times in a row: look at its output."
+    assert f"warning: {failed}" in texts_of(run)
     assert run.num_damaged == {"journal.jsonl": 2}
     page, frame = visible(logs, capsys, "--state-dir", str(tmp_path / "hub"))
     assert "Since the last sync: c has left (lost, " in page and "; d joining" in page

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.constants import TIMEOUT_ROUNDS
-from megatron_edit.errors import UsageError
+from megatron_edit.errors import INTERRUPTED, UsageError
 from megatron_edit.tools.cli.check import check_script
 from megatron_edit.tools.cli.common import check_installed, option
 from megatron_edit.tools.cli.words import SCRIPT, TrainingCommand, add_replicas
@@ -25,7 +25,6 @@ from megatron_edit.tools.compare.runs import carry_out, reading_of
 
 NEEDED = ("matplotlib", "jinja2", "tqdm")  # the extra `report`
 SILENT_SECONDS = 1800.0
-INTERRUPTED = 130
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_edit.elastic.agent import HubAddress, query
 from megatron_edit.elastic.channel import ChannelError
+from megatron_edit.elastic.hub_state import failed_joins_text
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.server import Hub
 from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
@@ -136,6 +137,8 @@ def status_lines(status: dict[str, Any]) -> list[str]:
             f"  {member['name']}: {member['state']}{wait}, step {member['step']}, last progress "
             f"{member['seconds_since_progress']:.0f} s ago{connection}"
         )
+    for name, count in status["failed_joins"].items():
+        lines.append(f"  {name}: lost{failed_joins_text(count)}")
     return lines
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_edit.config import STEP_COUNT_SETTINGS, EditConfig
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
-from megatron_edit.elastic.hub_state import LeaveReason
+from megatron_edit.elastic.hub_state import LeaveReason, failed_joins_text
 from megatron_edit.errors import UsageError
 from megatron_edit.observe.records import FAILED
 from megatron_edit.tools.monitor.facts import Facts
@@ -137,6 +137,10 @@ def _membership_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFin
     members = len(run.members)
     if run.membership.members and members < facts.num_replicas and not run.is_over:
         yield _note(f"{members} of nominally {facts.num_replicas} replicas take part.")
+    failed_joins = {} if run.journal is None else run.journal.failed_joins
+    for name, count in sorted(failed_joins.items()):
+        if count > 1:
+            yield _warning(f"Replica {name} was lost{failed_joins_text(count)}.")
     if run.journal is not None and (starts := run.journal.term - 1) > 0:
         yield _note(f"The hub was started again {starts} time{'s' if starts > 1 else ''}.")
 

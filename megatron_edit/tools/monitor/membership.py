@@ -167,6 +167,7 @@ class HubJournal:
         leader: of the newest epoch; empty before it.
         joining: replicas that have joined and are not members yet.
         leaves: of each replica, in order.
+        failed_joins: replicas that were lost before they took part, and how often in a row.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -178,6 +179,7 @@ class HubJournal:
         self.term, self.epoch, self.leader = 0, 0, ""
         self.joining: set[str] = set()
         self.leaves: dict[str, list[RecordedLeave]] = defaultdict(list)
+        self.failed_joins: dict[str, int] = {}
 
     def poll(self) -> None:
         """Read the new lines.
@@ -205,11 +207,13 @@ class HubJournal:
                 as_number(record["time"]), epoch, name, to_one_line(str(record["reason"]))
             )
             self.leaves[name].append(leave)
+            self.failed_joins[name] = as_count(record.get("failed_joins", 0))
             self.joining.discard(name)
         elif event == "epoch":
             members, self.epoch = members_of(record), epoch
             self.leader = as_replica_name(record["leader"])
             self.joining.difference_update(members)
+            self.failed_joins |= dict.fromkeys(members, 0)
 
     def reason_of(self, span: MemberSpan) -> str | None:
         """Return why a replica was no member any more after a span; None where not recorded."""
