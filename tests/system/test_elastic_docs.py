@@ -27,7 +27,7 @@ from tests.harness.torch_groups import HAS_GROUPS
 from tests.system.test_docs import ENVIRONMENT, as_check, commands_of_kind, run
 
 pytestmark = [
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14"),
 ]
 ADDRESS = "127.0.0.1:29600"  # of the page
@@ -81,7 +81,7 @@ class Terminals:
         lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
         return [line for line in lines if line["event"] == event]
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 240) -> None:
         """Wait until a condition holds."""
         end = time.monotonic() + seconds
         while not condition():
