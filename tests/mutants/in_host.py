@@ -275,8 +275,8 @@ HOST = (
         id="host/infinite-moments-stay",
         bug="infinite moments are not zeroed: the next inner step makes the unit non-finite again",
         file="host/model/moments.py",
-        old="            nonfinite = ~torch.isfinite(moment)\n            zeroed",
-        new="            nonfinite = torch.isnan(moment)\n            zeroed",
+        old="            nonfinite = ~torch.isfinite(moment)\n            if count",
+        new="            nonfinite = torch.isnan(moment)\n            if count",
         test="pure/test_host_parts.py::test_nonfinite_moments_are_zeroed_and_counted",
     ),
     Mutant(
