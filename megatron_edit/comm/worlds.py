@@ -409,9 +409,10 @@ def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.S
         return dist.HashStore()  # a launch of one process needs no rendezvous
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise _no_master()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = parse_endpoint(place, "environment MASTER_ADDR:MASTER_PORT")
     is_client = os.environ.get("RANK") != "0" or os.environ.get(_AGENT_STORE) == "True"
-    wait = Wait(f"the launch's store at {endpoint_text(host, port)}", _JOIN_SECONDS, say)
+    wait = Wait(f"the launch's store at {place}", _JOIN_SECONDS, say)
     try:
         if is_client:  # `rendezvous` may wait for ever for one that does not answer
             reach(host, port, lambda: _client(host, port), wait, "the launch's store")
@@ -419,7 +420,7 @@ def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.S
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
     except (OSError, RuntimeError) as error:
         raise UsageError(
-            f"MASTER_ADDR {host}, MASTER_PORT {port}",
+            f"environment MASTER_ADDR:MASTER_PORT {place}",
             f"rank {os.environ.get('RANK')} of the launch on {socket.gethostname()} cannot use it "
             f"({_reason(error)})",
             "give each launch a free port of its own, and check that its rank 0 was started",

@@ -115,8 +115,13 @@ def open_session(
         if not is_proof(answer, proof(address.token, b"hub", hub_nonce, nonce)):
             raise ChannelError("the other side does not have this token")
         connection.settimeout(timeout)
-    except BaseException:
+    except BaseException as error:
         connection.close()
+        if isinstance(error, TimeoutError):
+            silent = (
+                "it accepts connections, and does not answer: another program, or a stopped one"
+            )
+            raise TimeoutError(silent) from None
         raise
     codec = FrameCodec.session(address.token, hub_nonce, nonce, is_hub=False, role=role)
     return connection, codec

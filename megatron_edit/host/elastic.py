@@ -18,7 +18,7 @@ from megatron_edit.comm.hub_store import EpochGroup, HubStore, check_torch
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS, RESET
-from megatron_edit.elastic.agent import Agent, HubAddress, query
+from megatron_edit.elastic.agent import CONNECT_SECONDS, Agent, HubAddress, query
 from megatron_edit.elastic.channel import ChannelError
 from megatron_edit.elastic.copies import CopyServer
 from megatron_edit.elastic.messages import Hello
@@ -74,7 +74,7 @@ def _reach(config: EditConfig) -> None:
             query(address, b"status")
             return
         except (OSError, ChannelError) as error:
-            if time.monotonic() > end or isinstance(error, ChannelError):
+            if time.monotonic() + CONNECT_SECONDS > end or isinstance(error, ChannelError):
                 raise UsageError(
                     f"{flag('hub')} {config.hub}",
                     f"no hub answers there ({error})",

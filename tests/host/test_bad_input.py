@@ -33,6 +33,9 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "save": (
         {"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a writable folder",
     ),
+    "save-proc": ({"save": "/proc/x", "save_interval": 2}, "--save /proc/x", "a writable folder"),
+    "scheme": ({"edit_rendezvous": "tcp://node0:29400", "edit_replica_id": 0},
+               "--edit-rendezvous tcp://node0:29400", "must be HOST:PORT"),
     "format": (
         {"save": "x", "save_interval": 2, "ckpt_format": "torch"},
         "--ckpt-format torch", "torch_dist",

@@ -148,6 +148,7 @@ def test_killed_hub_goes_on_when_started_again(tmp_path: Path) -> None:
         (["--state-dir", "{dir}/held"], "another hub has it"),
         (["status"], "hub status: needs the hub's address"),
         (["status", "127.0.0.1:1"], "no hub answers there"),
+        (["status", "127.0.0.1:{port}"], "it accepts connections, and does not answer"),
         (["stop", "127.0.0.1"], "must be HOST:PORT"),
         (["--state-dir", "{dir}", "--nominal=2"], "is not an argument of hub"),
     ],

@@ -120,6 +120,8 @@ WRONG: dict[str, Flags] = {
     "layout": {"tensor_model_parallel_size": 2},
     "megatron-fsdp": {"use_megatron_fsdp": True},
     "format": {"save": "new", "save_interval": 2, "ckpt_format": "torch"},
+    "save-that-cannot-be-made": {"save": "/proc/x", "save_interval": 2},
+    "rendezvous-with-a-scheme": {"edit_replica_id": 0, "edit_rendezvous": "tcp://node0:29400"},
     "wandb-without-a-name": {"wandb_project": "edit"},
     # Megatron's own validation
     "positions": {"seq_length": 128},
