@@ -215,9 +215,12 @@ class ReplicaWorld:
         """
         self._count_rank(event)
         if self.is_first:
-            # A launch that has ended needs no store; that it has is noticed by the next wait.
-            with suppress(UsageError, ReplicaLostError):
+            try:
                 self.wait_for(f"{event}/all", timeout)
+            except (UsageError, ReplicaLostError) as error:
+                # A launch that has ended needs no store, and the next wait names it.
+                if isinstance(error, ReplicaLostError) and not error.lost:
+                    raise
 
     def is_announced_by_first_rank(self, event: str) -> bool:
         """Whether the first process reaches `event`, too, now or soon after.

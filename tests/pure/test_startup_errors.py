@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,11 +163,11 @@ def test_store_of_a_launch_that_cannot_be_reached_is_named(
 def test_waits_are_told_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After ten seconds and each minute; nothing listens. Would catch a wait without a line, and
     one whose limit does not hold."""
-    now, lines = [0.0], []
-    monkeypatch.setattr(first_contact.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        first_contact.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
+    now, lines = [0.0], list[str]()
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
     )
+    monkeypatch.setattr(first_contact, "time", clock)
     (port,) = free_ports(1)
     wait = first_contact.Wait("replica 0", 600.0, lines.append)
     with pytest.raises(ConnectionRefusedError):
