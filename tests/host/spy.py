@@ -301,10 +301,10 @@ def simulate_second_host() -> None:
     from megatron_edit.comm import worlds
 
     shorten_grace()
+    vars(worlds)["why_unreachable"] = lambda: None  # gloo listens on the loopback in tests
     if os.environ["RANK"] == "1":
         os.environ["LOCAL_RANK"] = "0"
         socket.gethostname = lambda: "second-host"
-        vars(worlds)["why_unreachable"] = lambda: None  # as gloo listens on the loopback in tests
         os.chdir("/")
 
 
