@@ -21,7 +21,7 @@ from typing import Protocol, cast
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import warn
 
-_POLL_SECONDS = 0.25
+_CHECK_SECONDS = 0.25
 _STOPPED_SECONDS = 10.0  # a stopped worker is killed after these
 _GONE = (OSError, EOFError)  # of a proxy whose process has ended
 
@@ -110,12 +110,12 @@ class WorkerWatch:
     def _follow(self, caller: _Caller) -> None:
         """In a thread: wait until the worker ends, and release what waits for it."""
         while (process := _process_of(caller)) is None:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         self._followed = process
         stopped, how = 0.0, ""
         while process.is_alive():
-            time.sleep(_POLL_SECONDS)
-            stopped = stopped + _POLL_SECONDS if _is_stopped(process) else 0.0
+            time.sleep(_CHECK_SECONDS)
+            stopped = stopped + _CHECK_SECONDS if _is_stopped(process) else 0.0
             if stopped >= _STOPPED_SECONDS:
                 how = f"was stopped for {stopped:g} s and has been killed"
                 process.kill()
