@@ -22,6 +22,7 @@ def disturb_worker() -> None:
     from megatron_edit.host.checkpoint import worker
 
     record_all()
+    _finish_saves_first()
     if os.environ["RANK"] != os.environ["SPY_RANK"]:
         return
     worker._STOPPED_SECONDS = 1.0
@@ -45,3 +46,17 @@ def disturb_worker() -> None:
         schedule(self, request)
 
     caller.schedule_async_call = scheduling
+
+
+def _finish_saves_first() -> None:
+    """Let a save begin when the one before is written: only the disturbed one may fail."""
+    from megatron.training import async_utils, training
+
+    save = training.save_checkpoint_and_time
+
+    @wraps(save)
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        async_utils.maybe_finalize_async_save(blocking=True)
+        return save(*args, **kwargs)
+
+    training.save_checkpoint_and_time = saving

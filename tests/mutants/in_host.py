@@ -171,7 +171,7 @@ HOST = (
         id="host/unsupported-values-accepted",
         bug="arguments that are refused with any value are accepted unless they are True",
         file="host/arguments.py",
-        old="return value not in (None, False, 0, 0.0, \"\", [], ())",
+        old='return value not in (None, False, 0, 0.0, "", [], ())',
         new="return value is True",
         test="pure/test_host_parts.py::test_unsupported_arguments_are_refused",
     ),

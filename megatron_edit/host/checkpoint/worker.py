@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import JoinableQueue
@@ -42,12 +43,26 @@ class _Results(Protocol):
         """Return the next result."""
 
 
-class _AllDone:
-    """Replaces the queue on which an ended worker would report that a save is done."""
+@dataclass
+class _Completions:
+    """Replaces the queue on which workers report that a save is done.
 
-    def get_nowait(self) -> int:
+    Attributes:
+        num_failed: saves of an ended worker that are not reported yet.
+        of_next: what reports further ones.
+    """
+
+    num_failed: int = 0
+    of_next: _Results | None = None
+
+    def get_nowait(self) -> object:
         """Return the number of some save."""
-        return -1
+        if self.num_failed:
+            self.num_failed -= 1
+            return -1
+        if self.of_next is None:
+            raise Empty
+        return self.of_next.get_nowait()
 
 
 class WorkerWatch:
@@ -61,6 +76,7 @@ class WorkerWatch:
         self._rank = rank
         self._followed: BaseProcess | None = None
         self._closed: BaseProcess | None = None
+        self._lock = threading.Lock()  # held while the queues of a worker are released or replaced
 
     def attach(self, patcher: Patcher) -> None:
         """Wrap Megatron's use of the worker. Imports Megatron.
@@ -82,18 +98,24 @@ class WorkerWatch:
     ) -> Callable[[_Caller, T], None]:
         @wraps(schedule)
         def scheduled(caller: _Caller, request: T) -> None:
-            process = _process_of(caller)
+            process, failed = _process_of(caller), _Completions()
+            owner, prefix = _place_of(caller)
             if process is not None and not process.is_alive():
-                owner, prefix = _place_of(caller)
-                if prefix:  # else the constructor makes the queues
-                    setattr(owner, f"{prefix}process", None)
-                type(caller).__init__(caller)
+                with self._lock:
+                    _release(caller, f"the process that writes checkpoints ({process.pid}) ended")
+                    failed = getattr(owner, f"{prefix}comp_q")
+                    if prefix:  # else the constructor makes the queues
+                        setattr(owner, f"{prefix}process", None)
+                    type(caller).__init__(caller)
                 process = None
             if process is None or process is not self._followed:
                 threading.Thread(
                     target=self._follow, args=(caller,), name="edit-worker", daemon=True
                 ).start()
             schedule(caller, request)
+            if failed.num_failed:  # reported before those of the new worker
+                failed.of_next = getattr(owner, f"{prefix}comp_q")
+                setattr(owner, f"{prefix}comp_q", failed)
 
         return scheduled
 
@@ -127,7 +149,12 @@ class WorkerWatch:
         )
         text = f"the process that writes checkpoints (pid {process.pid}) {how}"
         warn(f"{self._rank}: {text}; the next save starts a new one")
-        _release(caller, text)
+        while True:  # a save may be scheduled meanwhile
+            with self._lock:
+                if _process_of(caller) is not process:
+                    return
+                _release(caller, text)
+            time.sleep(_CHECK_SECONDS)
 
 
 def _place_of(caller: _Caller) -> tuple[object, str]:
@@ -145,36 +172,44 @@ def _process_of(caller: _Caller) -> BaseProcess | None:
 def _release(caller: _Caller, text: str) -> None:
     """Let saves that an ended worker had not finished fail, and no rank wait for them."""
     owner, prefix = _place_of(caller)
-    unfinished = 0
-    for name in ("queue", "preload_q"):
-        queue: JoinableQueue[object] = getattr(owner, prefix + name)
-        queue.cancel_join_thread()  # nobody reads it any more
-        with suppress(ValueError):  # no more unfinished items
+    requests, staged = getattr(owner, f"{prefix}queue"), getattr(owner, f"{prefix}preload_q")
+    unfinished = _finish_all(requests)
+    _finish_all(staged)
+    completions = getattr(owner, f"{prefix}comp_q")
+    if not isinstance(completions, _Completions):
+        completions = _Completions(of_next=completions)  # some may not be read yet
+        drop_results()
+    if (results := _results()) is not None:
+        with suppress(*_GONE):
+            for _ in range(unfinished):
+                results.put(RuntimeError(text))
+    completions.num_failed += unfinished
+    setattr(owner, f"{prefix}comp_q", completions)
+
+
+def _finish_all(queue: JoinableQueue[object]) -> int:
+    """Mark all items of a queue that nobody reads as done; return their number."""
+    queue.cancel_join_thread()
+    finished = 0
+    with suppress(ValueError):  # no more items
+        while True:
+            queue.task_done()
+            finished += 1
+    return finished
+
+
+def drop_results() -> None:
+    """Remove the results of writing that no save will fetch."""
+    if (results := _results()) is not None:
+        with suppress(Empty, *_GONE):
             while True:
-                queue.task_done()
-                unfinished += 1
-    if unfinished:
-        drop_results(RuntimeError(text))
-    setattr(owner, f"{prefix}comp_q", _AllDone())
+                results.get_nowait()
 
 
-def drop_results(instead: Exception | None = None) -> None:
-    """Remove the results of writing that no save will fetch.
-
-    Args:
-        instead: for the next save to fetch.
-    """
+def _results() -> _Results | None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results = cast(_Results | None, filesystem_async._results_queue)
-    if results is None:
-        return
-    with suppress(Empty, *_GONE):
-        while True:
-            results.get_nowait()
-    if instead is not None:
-        with suppress(*_GONE):
-            results.put(instead)
+    return cast(_Results | None, filesystem_async._results_queue)
 
 
 def _with_lost_results(retrieve: Callable[..., object]) -> Callable[..., object]:
