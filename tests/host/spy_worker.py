@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from functools import wraps
 from typing import Any
 
@@ -15,8 +16,8 @@ SECONDS = 0.5
 
 def disturb_worker() -> None:
     """On the rank SPY_RANK, in the third save, by SPY_CASE: `between` kills the worker before it
-    gets the save, `during` while it has it, `stopped` stops it, `results` kills the process that
-    holds the results."""
+    gets the save, `idle` a second before, `during` while it has it, `stopped` stops it, `results`
+    kills the process that holds the results."""
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
     from megatron_edit.host.checkpoint import worker
@@ -50,13 +51,20 @@ def disturb_worker() -> None:
 
 def _finish_saves_first() -> None:
     """Let a save begin when the one before is written: only the disturbed one may fail."""
-    from megatron.training import async_utils, training
+    from megatron.core.dist_checkpointing.strategies import async_utils
+    from megatron.training import training
 
-    save = training.save_checkpoint_and_time
+    save, saves = training.save_checkpoint_and_time, 0
+    is_idle = os.environ["SPY_CASE"] == "idle" and os.environ["RANK"] == os.environ["SPY_RANK"]
 
     @wraps(save)
     def saving(*args: Any, **kwargs: Any) -> Any:
-        async_utils.maybe_finalize_async_save(blocking=True)
+        nonlocal saves
+        saves += 1
+        training.maybe_finalize_async_save(blocking=True)
+        if is_idle and saves == 3:
+            os.kill(async_utils.PersistentAsyncCaller._persistent_process.pid, signal.SIGKILL)
+            time.sleep(1)
         return save(*args, **kwargs)
 
     training.save_checkpoint_and_time = saving
