@@ -265,7 +265,8 @@ class Runs:
         for suffix in ("bin", "idx"):
             shutil.copy(clone / "corpus" / f"corpus.{suffix}",
                         clone / f"corpus_text_document.{suffix}")  # fmt: skip
-        (clone / "corpus.jsonl").write_text(json.dumps({"text": "1 2 3 4 " * 2000}) + "\n")
+        document = json.dumps({"text": " ".join(["1 2 3 4"] * 100)})
+        (clone / "corpus.jsonl").write_text(f"{document}\n" * 100)
         shutil.copytree(clone / "corpus", clone / "quickstart_out" / "corpus")
         (clone.parent / "before").symlink_to(self.source)
         if clone == self.clone("docs/monitoring.md"):
