@@ -24,6 +24,7 @@ from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, c
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.megatron_load import call_megatron_load
 from megatron_edit.host.checkpoint.outer import LocalPiece, RankPieces
+from megatron_edit.host.checkpoint.param_groups import new_rates_kept
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import load_streams
 from megatron_edit.host.checkpoint.refusals import (
@@ -250,7 +251,7 @@ class LoadControl:
         # If Megatron found no tracker in the folder, it would load this one instead.
         pretrained, args.pretrained_checkpoint = args.pretrained_checkpoint, None
         try:
-            with self._redirection.to(folder):
+            with self._redirection.to(folder), new_rates_kept(call, args):
                 return call_megatron_load(call.proceed, folder, self._world)
         finally:
             args.ckpt_step, args.pretrained_checkpoint = step, pretrained

@@ -8,11 +8,14 @@ their rates alone, as with `--decoupled-lr`.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import cast
 
 from megatron_edit.errors import UsageError
+from megatron_edit.host.checkpoint.refusals import parameters_only
+from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.megatron import ShardOwner
 from megatron_edit.host.seams.patching import Patcher
 
@@ -93,6 +96,27 @@ def resumed_groups(
                 partners[index] = match
                 left = [each for each in left if each is not match]
     return [_at_rates(group, partners.get(index), args) for index, group in enumerate(current)]
+
+
+@contextmanager
+def new_rates_kept(call: Call[object], args: Namespace) -> Iterator[None]:
+    """Inside, a load with `--override-opt_param-scheduler` keeps this run's rates of all groups.
+
+    After it Megatron's main gives all groups those of `--lr`, also groups with `--decoupled-lr`.
+
+    Args:
+        call: of Megatron's `load_checkpoint`.
+        args: Megatron's.
+    """
+    optimizer = call.arguments["optimizer"]
+    if optimizer is None or not args.override_opt_param_scheduler or parameters_only(args):
+        yield
+        return
+    rates = [{x: group[x] for x in _RATES if x in group} for group in optimizer.param_groups]
+    yield
+    for group, own in zip(optimizer.param_groups, rates, strict=True):
+        group.update(own)
+    call.arguments["opt_param_scheduler"].step(increment=0)
 
 
 def _are_equal(group: _Group, other: _Group, keys: Sequence[str]) -> bool:
