@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
-from megatron_edit.config_fields import SettingFields
+from megatron_edit.config_fields import SettingFields, in_words, is_within
 from megatron_edit.config_fields import number_or_auto as number_or_auto
 from megatron_edit.constants import (
     ADACOMM,
@@ -142,6 +141,8 @@ def _help_on(spec: dataclasses.Field[Any]) -> str:
     doc = str(spec.metadata["doc"])
     if spec.metadata["kind"] is None:
         return f"{doc} (default: off)"
+    if spec.metadata["within"] is not None:
+        doc += f"; {in_words(spec.metadata['within'])}"
     if spec.metadata["only"] is not None:
         doc += f"; one of {', '.join(format_value(value) for value in spec.metadata['only'])}"
     return f"{doc} (default: {default_text(spec)})"
@@ -165,6 +166,7 @@ def check_all(config: EditConfig) -> None:
     check_auto(config)
     check_launch(config)
     check_elastic(config)
+    check_not_empty(config)
 
 
 def phase_warning(
@@ -186,8 +188,16 @@ def phase_warning(
             f"WARNING: {flag('final_sync_fraction')} {config.final_sync_fraction:g} of "
             f"{num_iterations} iterations is less than one: there is no final synchronous phase"
         )
-    if is_meant or last_local > config.warmup_steps:
-        return None
+    local_steps = last_local - config.warmup_steps
+    if is_meant or local_steps > 0:
+        is_late = config.sync_interval > local_steps and not is_meant
+        if not is_late or STRATEGIES[config.strategy].is_timed or config.auto:
+            return None
+        return (
+            f"WARNING: {flag('sync_interval')} {config.sync_interval} > the {local_steps} local "
+            f"steps of {num_iterations} iterations (--train-iters, --train-samples): the replicas "
+            "sync only once, at the end"
+        )
     if last_local < num_iterations:
         return (
             f"WARNING: the final synchronous phase ({flag('final_sync_fraction')} "
@@ -216,31 +226,23 @@ def check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
 
 def check_ranges(config: EditConfig) -> None:
     """Check the range of each setting."""
-    _at_least(config, "num_replicas", 1)
-    _at_least(config, "replica_id", 0)
-    _at_least(config, "nominal_replicas", 1)
-    _at_least(config, "min_replicas", 1)
-    _at_least(config, "warmup_steps", 0)
-    _at_least(config, "sync_interval", 1)
-    _at_least(config, "min_round_steps", 0)
-    _at_least(config, "digest_interval", 1)
-    _at_least(config, "prefetch_units", 1)
-    _at_least(config, "anomaly_warmup_syncs", 0)
-    _at_least(config, "anomaly_patience", 0)
-    _at_least(config, "fragments", 1)
-    _at_least(config, "average_moments_every", 1)
-    _at_least(config, "delay_steps", 0)
-    _at_least(config, "stl_stages", 1)
-    _at_least(config, "metrics_port", 1)
-    for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "loss_threshold", "clip",
-                 "qsr_a", "weight_temperature", "timeout_seconds", "co2_gap",
-                 "co2_clip"):  # fmt: skip
-        _within(config, name, "above 0", lambda x: x > 0)
-    for name in ("step_weight", "mix", "final_sync_fraction"):
-        _within(config, name, "in [0, 1]", lambda x: 0 <= x <= 1)
-    _within(config, "auto_share", "in (0, 1)", lambda x: 0 < x < 1)
-    _within(config, "outer_momentum", "in [0, 1)", lambda x: 0 <= x < 1)
-    _within(config, "anomaly_alpha", "in (0, 1]", lambda x: 0 < x <= 1)
+    for spec in dataclasses.fields(config):
+        within, value = spec.metadata["within"], getattr(config, spec.name)
+        if within is not None and value is not None and not is_within(value, within):
+            number = "" if isinstance(value, int) else "a finite number "
+            remedy = "give another value"
+            if spec.name not in _WITHOUT_DEFAULT:
+                remedy = f"the default is {default_text(spec)}"
+            raise UsageError(
+                f"{flag(spec.name)} {value}", f"must be {number}{in_words(within)}", remedy
+            )
+
+
+def check_not_empty(config: EditConfig) -> None:
+    """Refuse empty names and paths."""
+    for spec in dataclasses.fields(config):
+        if getattr(config, spec.name) == "":
+            raise UsageError(f"{flag(spec.name)} (empty)", "must not be empty", "drop the flag")
 
 
 def check_strategy(config: EditConfig) -> None:
@@ -529,21 +531,6 @@ def _refuse_not_elastic(config: EditConfig) -> None:
             )
 
 
-def _at_least(config: EditConfig, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if value is not None and value < least:
-        remedy = "give a larger value" if name in _WITHOUT_DEFAULT else _default_of(config, name)
-        raise UsageError(f"{flag(name)} {value}", f"must be at least {least}", remedy)
-
-
-def _within(config: EditConfig, name: str, rule: str, holds: Callable[[float], bool]) -> None:
-    value = getattr(config, name)
-    if value is not None and not (math.isfinite(value) and holds(value)):
-        raise UsageError(
-            f"{flag(name)} {value}", f"must be a finite number {rule}", _default_of(config, name)
-        )
-
-
 def _below_interval(config: EditConfig, name: str, value: int, rule: str) -> None:
     if value >= config.sync_interval:
         raise UsageError(
@@ -551,10 +538,6 @@ def _below_interval(config: EditConfig, name: str, value: int, rule: str) -> Non
             f"must be {rule}",
             f"give a smaller value, or a longer {flag('sync_interval')}",
         )
-
-
-def _default_of(config: EditConfig, name: str) -> str:
-    return f"the default is {default_text(_spec(config, name))}"
 
 
 def _spec(config: EditConfig, name: str) -> dataclasses.Field[Any]:

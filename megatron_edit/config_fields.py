@@ -17,6 +17,7 @@ from megatron_edit.constants import (
     FP32,
     INNER_STATES,
     INTERVALS,
+    MAX_TIMEOUT_SECONDS,
     MIN_TIMEOUT_SECONDS,
     NONE,
     SYNC_BACKENDS,
@@ -28,6 +29,12 @@ from megatron_edit.constants import (
 from megatron_edit.flags import AUTO
 from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
 from megatron_edit.method.strategy import STRATEGIES
+
+# Intervals of numbers. Steps: also numbers that no training reaches; seconds: what timers take.
+_COUNT, _STEPS, _STEPS_FROM_0 = "[1, 65536]", "[1, 1e20]", "[0, 1e20]"
+_SYNCS, _SYNCS_FROM_0 = "[1, 1000000000]", "[0, 1000000000]"
+_POSITIVE, _SHARE = "(0, 1e12]", "[0, 1]"
+_SECONDS = f"(0, {MAX_TIMEOUT_SECONDS:.0f}]"
 
 
 # argparse shows the names of these functions: "invalid number_or_auto value: 'x'".
@@ -41,32 +48,54 @@ def number_or_none(text: str) -> float | None:
     return None if text == NONE else float(text)
 
 
-def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | None = None) -> Any:
+def is_within(value: float, interval: str) -> bool:
+    """Whether a number is in an interval like ``(0, 1]``; NaN is in none."""
+    least, most = map(float, interval[1:-1].split(","))
+    is_above = value >= least if interval[0] == "[" else value > least
+    return is_above and (value <= most if interval[-1] == "]" else value < most)
+
+
+def in_words(interval: str) -> str:
+    """Describe an interval like ``(0, 1]``."""
+    least, most = interval[1:-1].split(", ")
+    from_text = f"at least {least}" if interval[0] == "[" else f"above {least}"
+    return f"{from_text} and {'at most' if interval[-1] == ']' else 'below'} {most}"
+
+
+def _setting(
+    default: Any,
+    doc: str,
+    *,
+    kind: Any = None,
+    only: Iterable[Any] | None = None,
+    within: str | None = None,
+) -> Any:
     """Return a dataclass field with the metadata of its flag.
 
     Args:
         default: value if the flag is not given.
-        doc: help text, with unit and range.
+        doc: help text, with unit.
         kind: converter of the flag's text; None for a switch.
         only: supported values, if there are few; any other is refused.
+        within: interval of a number, like ``(0, 1]``.
     """
-    metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
+    only = None if only is None else tuple(only)
+    metadata = {"doc": doc, "kind": kind, "only": only, "within": within}
     if kind is number_or_none:
         metadata["none"] = NONE
     return field(default=default, metadata=metadata)
 
 
-def _preset(usual: Any, doc: str, *, kind: Any, only: Iterable[Any] | None = None) -> Any:
+def _preset(usual: Any, doc: str, **options: Any) -> Any:
     """Return a field that strategies may preset: its default None is replaced by the preset.
 
     Args:
         usual: value for strategies without a preset.
         doc: see `_setting`.
-        kind: see `_setting`.
-        only: see `_setting`.
+        options: see `_setting`.
     """
-    metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
-    return field(default=None, metadata=metadata | {"usual": usual})
+    made = _setting(None, doc, **options)
+    return field(default=None, metadata={**made.metadata, "usual": usual})
 
 
 @dataclass(frozen=True)
@@ -78,6 +107,7 @@ class SettingFields:
         None,
         "N, number of replicas; if not set: nodes of the launch, if more than 1",
         kind=int,
+        within=_COUNT,
     )
     placement: str = _setting(
         BY_HOSTS,
@@ -87,7 +117,10 @@ class SettingFields:
         kind=str,
     )
     replica_id: int | None = _setting(
-        None, "index of this launch's replica, 0..N-1 (one launch per replica)", kind=int
+        None,
+        "index of this launch's replica, 0..N-1 (one launch per replica)",
+        kind=int,
+        within="[0, 65535]",
     )
     rendezvous: str | None = _setting(
         None,
@@ -108,9 +141,10 @@ class SettingFields:
         "N0, replicas that the run begins with, and that the global batch is divided by (with a "
         "hub)",
         kind=int,
+        within=_COUNT,
     )
     min_replicas: int = _setting(
-        1, "fewest replicas that sync, as given to the hub; >= 1 (with a hub)", kind=int
+        1, "fewest replicas that sync, as given to the hub (with a hub)", kind=int, within=_COUNT
     )
     hub_token_file: str | None = _setting(
         None, "file with the secret that hub and replicas share (else EDIT_HUB_TOKEN)", kind=str
@@ -119,7 +153,7 @@ class SettingFields:
         DEFAULT_STRATEGY, "how replicas are synchronised", kind=str, only=STRATEGIES
     )
     warmup_steps: int = _preset(
-        1000, "W, synchronous steps before the first local step; >= 0", kind=int
+        1000, "W, synchronous steps before the first local step", kind=int, within=_STEPS_FROM_0
     )
     auto: bool = _setting(
         False,
@@ -130,15 +164,17 @@ class SettingFields:
     auto_share: float = _setting(
         0.97,
         "with --edit-auto: predicted speed, as a share of that without syncs, which the choice "
-        "must reach if possible; in (0, 1)",
+        "must reach if possible",
         kind=float,
+        within="(0, 1)",
     )
-    sync_interval: int = _preset(128, "tau, inner steps between two syncs; >= 1", kind=int)
+    sync_interval: int = _preset(128, "tau, inner steps between two syncs", kind=int, within=_STEPS)
     final_sync_fraction: float = _setting(
         0.0,
         "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
-        "gradients are averaged at every step, as in the warm-up; in [0, 1]",
+        "gradients are averaged at every step, as in the warm-up",
         kind=float,
+        within=_SHARE,
     )
     warmup_dtype: str = _setting(
         FP32,
@@ -148,47 +184,61 @@ class SettingFields:
         only=WARMUP_DTYPES,
     )
     sync_seconds: float = _setting(
-        600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
+        600.0, "a-edit: tau_time, seconds between two syncs", kind=float, within=_SECONDS
     )
     min_round_steps: int = _setting(
-        100, "a-edit: minimum steps of a round, of all replicas together; >= 0", kind=int
+        100,
+        "a-edit: minimum steps of a round, of all replicas together",
+        kind=int,
+        within=_STEPS_FROM_0,
     )
     step_weight: float = _setting(
-        0.0, "a-edit: rho, influence of step counts on the weights; in [0, 1]", kind=float
+        0.0, "a-edit: rho, influence of step counts on the weights", kind=float, within=_SHARE
     )
     outer_lr: float = _preset(
         USUAL_LR,
-        "nu, outer learning rate (slowmo, co2: alpha); > 0. For edit and a-edit it depends on the "
+        "nu, outer learning rate (slowmo, co2: alpha). For edit and a-edit it depends on the "
         "interval and the wire type (docs/strategies.md)",
         kind=float,
+        within="(0, 1000]",
     )
     outer_momentum: float = _preset(
         USUAL_MOMENTUM,
-        "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1). For edit and a-edit it "
+        "mu_o, outer Nesterov momentum (slowmo, co2: beta). For edit and a-edit it "
         "depends on the interval and the wire type (docs/strategies.md)",
         kind=float,
+        within="[0, 1)",
     )
     anomaly_threshold: float = _setting(
-        3.0, "delta, standard deviations above the mean norm that are allowed; > 0", kind=float
+        3.0,
+        "delta, standard deviations above the mean norm that are allowed",
+        kind=float,
+        within=_POSITIVE,
     )
     anomaly_alpha: float = _setting(
-        0.02, "alpha, weight of the newest norm in the statistics; in (0, 1]", kind=float
+        0.02, "alpha, weight of the newest norm in the statistics", kind=float, within="(0, 1]"
     )
     anomaly_warmup_syncs: int = _setting(
-        20, "accepted syncs before a detector is armed; >= 0", kind=int
+        20, "accepted syncs before a detector is armed", kind=int, within=_SYNCS_FROM_0
     )
     anomaly_patience: int = _setting(
-        3, "consecutive rejections before a norm or a loss is accepted again; >= 0", kind=int
+        3,
+        "consecutive rejections before a norm or a loss is accepted again",
+        kind=int,
+        within=_SYNCS_FROM_0,
     )
     loss_threshold: float = _setting(
         6.0,
         "standard deviations by which a replica's loss of a round, relative to the other replicas, "
-        "may exceed its history; > 0",
+        "may exceed its history",
         kind=float,
+        within=_POSITIVE,
     )
-    clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
+    clip: float = _setting(
+        10.0, "phi, largest norm of a unit's averaged update", kind=float, within=_POSITIVE
+    )
     weight_temperature: float | None = _setting(
-        None, "T of the weights softmax(-norm / T); > 0, or auto", kind=number_or_auto
+        None, "T of the weights softmax(-norm / T), or auto", kind=number_or_auto, within=_POSITIVE
     )
     no_anomaly: bool = _setting(
         False,
@@ -205,17 +255,23 @@ class SettingFields:
         only=(AUTO, *SYNC_MODES),
     )
     prefetch_units: int = _setting(
-        2, "units whose exchange is prepared ahead (gloo sends one at a time)", kind=int
+        2,
+        "units whose exchange is prepared ahead (gloo sends one at a time)",
+        kind=int,
+        within=_COUNT,
     )
-    fragments: int = _preset(1, "F, groups of units synced at staggered steps; >= 1", kind=int)
+    fragments: int = _preset(
+        1, "F, groups of units synced at staggered steps", kind=int, within=_COUNT
+    )
     delay_steps: int = _preset(
         0,
-        "d, steps between the start of a sync and its landing; >= 0, < tau (a-edit: it lands at "
+        "d, steps between the start of a sync and its landing; < tau (a-edit: it lands at "
         "the next meeting at the latest)",
         kind=int,
+        within=_STEPS_FROM_0,
     )
     mix: float = _preset(
-        0.0, "weight of the local parameters when a sync lands; in [0, 1]", kind=float
+        0.0, "weight of the local parameters when a sync lands", kind=float, within=_SHARE
     )
     offload: bool = _setting(False, "keep anchor and outer momentum in (pinned) host memory")
     sync_dtype: str = _preset(
@@ -228,7 +284,9 @@ class SettingFields:
         kind=str,
         only=(AUTO, *SYNC_BACKENDS),
     )
-    digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
+    digest_interval: int = _setting(
+        10, "syncs of a unit between two drift checks", kind=int, within=_SYNCS
+    )
     check_commits: bool = _setting(
         False,
         "compare the replicas' results of a sync before any replica applies it, so that a "
@@ -250,6 +308,7 @@ class SettingFields:
         None,
         "port at which Prometheus scrapes replica 0; replica r uses this port + r (extra metrics)",
         kind=int,
+        within="[1, 65535]",
     )
     mlflow_experiment: str | None = _setting(
         None,
@@ -266,9 +325,10 @@ class SettingFields:
     )
     timeout_seconds: float | None = _setting(
         None,
-        "seconds without progress after which a replica counts as lost; > 0, or auto = "
+        "seconds without progress after which a replica counts as lost, or auto = "
         f"max({MIN_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
         kind=number_or_auto,
+        within=_SECONDS,
     )
     interval: str = _setting(
         FIXED,
@@ -280,10 +340,16 @@ class SettingFields:
         only=INTERVALS,
     )
     qsr_a: float | None = _setting(
-        None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
+        None,
+        "a of the qsr schedule, in units of the learning rate",
+        kind=number_or_none,
+        within=_POSITIVE,
     )
     stl_stages: int = _setting(
-        3, "stl: number of equal stages of local training, tau doubles in each; >= 1", kind=int
+        3,
+        "stl: number of equal stages of local training, tau doubles in each",
+        kind=int,
+        within="[1, 64]",
     )
     average_moments: str = _setting(
         NONE,
@@ -292,12 +358,14 @@ class SettingFields:
         only=AVERAGED_MOMENTS,
     )
     average_moments_every: int = _setting(
-        1, "K, syncs between two averages of moments; >= 1", kind=int
+        1, "K, syncs between two averages of moments", kind=int, within=_SYNCS
     )
     scale_beta2: bool = _setting(False, "use beta2^(1/N) as Adam's beta2 during local training")
-    co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
+    co2_gap: float = _setting(
+        1.0, "co2: Lambda, divisor of the average", kind=float, within=_POSITIVE
+    )
     co2_clip: float | None = _setting(
-        None, "co2: phi_m, largest element of the momentum; > 0", kind=number_or_none
+        None, "co2: phi_m, largest element of the momentum", kind=number_or_none, within=_POSITIVE
     )
     device: str = _setting(
         AUTO,

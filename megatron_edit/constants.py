@@ -25,6 +25,7 @@ CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 
 # With `--edit-timeout-seconds auto` a replica counts as lost after the larger of these seconds and
 # this multiple of the duration of the last round.
 MIN_TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 1e8  # three years; timers of torch and gloo overflow at about a hundred times
 TIMEOUT_ROUNDS = 4
 GRACE_SECONDS = 5.0  # a failing rank waits for the first rank to report the error
 REPLICA_NAME = r"[A-Za-z0-9._-]{1,64}"  # pattern of the name of a replica, in a run with a hub

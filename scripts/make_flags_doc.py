@@ -17,6 +17,7 @@ from generated_page import REPOSITORY, write_or_check
 from script_errors import exit_code_of
 
 from megatron_edit.config import EditConfig
+from megatron_edit.config_fields import in_words
 from megatron_edit.flags import AUTO, default_text, flag
 
 TARGET = REPOSITORY / "docs" / "flags.md"
@@ -55,7 +56,9 @@ def accepted(spec: dataclasses.Field[Any]) -> str:
     """Return the cell of accepted values."""
     only = spec.metadata["only"]
     if only is None:
-        return "the switch" if spec.metadata["kind"] is None else "any in range"
+        if (within := spec.metadata["within"]) is not None:
+            return in_words(within)
+        return "the switch" if spec.metadata["kind"] is None else "any but an empty one"
     if len(only) == 1:
         return "the default only"
     return ", ".join(as_code(value) for value in only)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.constants import MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
+from megatron_edit.constants import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
 
 
 def set_timeout(group: Group, timeout: timedelta) -> None:
@@ -125,7 +125,8 @@ class AdaptiveTimeout:
     def _allow(self, length: float) -> None:
         self._allowed = length
         if not self.is_fixed:
-            timeout = timedelta(seconds=max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length))
+            seconds = max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)
+            timeout = timedelta(seconds=min(MAX_TIMEOUT_SECONDS, seconds))
             for group in self.groups:
                 if group.timeout != timeout:
                     set_timeout(group, timeout)

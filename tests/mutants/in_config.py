@@ -8,9 +8,9 @@ CONFIG = (
     Mutant(
         id="config/momentum-one",
         bug="an outer momentum of 1 is accepted: it never decays",
-        file="config.py",
-        old='"in [0, 1)", lambda x: 0 <= x < 1)',
-        new='"in [0, 1)", lambda x: 0 <= x <= 1)',
+        file="config_fields.py",
+        old='within="[0, 1)"',
+        new='within="[0, 1]"',
         test="pure/test_config.py::test_bad_values_are_refused_in_one_line",
     ),
     Mutant(
@@ -48,9 +48,9 @@ CONFIG = (
     Mutant(
         id="config/infinite-value",
         bug="infinite settings are accepted",
-        file="config.py",
-        old="(math.isfinite(value) and holds(value))",
-        new="holds(value)",
+        file="config_fields.py",
+        old='(value <= most if interval[-1] == "]" else value < most)',
+        new="not value > most",
         test="pure/test_config.py::test_bad_values_are_refused_in_one_line",
     ),
     Mutant(

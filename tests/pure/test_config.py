@@ -69,6 +69,15 @@ BAD = [
     "--edit-outer-lr -0.8",
     "--edit-outer-lr nan",
     "--edit-outer-lr inf",
+    "--edit-outer-lr 1e308",
+    "--edit-timeout-seconds 1e300",
+    "--edit-clip 1e300",
+    "--edit-num-replicas 99999999999",
+    "--edit-metrics-port 65536",
+    "--edit-digest-interval 99999999999999999999",
+    "--edit-warmup-steps 999999999999999999999",
+    "--edit-log-dir=",
+    "--edit-placement=",
     "--edit-outer-momentum 1",
     "--edit-outer-momentum -0.1",
     "--edit-outer-momentum nan",
@@ -235,7 +244,9 @@ def test_training_that_ends_in_warmup_gives_warning() -> None:
     config = EditConfig(use_edit=True)
     warning = phase_warning(config, 1000)
     assert warning is not None and "1000 iterations" in warning
-    assert phase_warning(config, 1001) is None
+    assert phase_warning(config, 1128) is None
+    late = phase_warning(config, 1127)  # tau = 128
+    assert late is not None and "--edit-sync-interval 128 > the 127 local steps of 1127" in late
     assert phase_warning(EditConfig(use_edit=True, strategy="ddp"), 5) is None
 
 
@@ -248,6 +259,16 @@ def test_bad_values_are_refused_in_one_line(words: str) -> None:
     assert "\n" not in text and "Traceback" not in text and "Error(" not in text
     assert caught.value.rule and caught.value.remedy and caught.value.exit_code == 2
     assert "--edit" in caught.value.value
+
+
+def test_every_number_has_bounds() -> None:
+    """Would catch a new setting that takes 1e308, or infinity, and fails with a traceback."""
+    for spec in dataclasses.fields(EditConfig):
+        if spec.metadata["kind"] in (None, str):
+            continue
+        for value in ("1e308", "-1e308", "inf", "nan", "9" * 400, "-" + "9" * 400):
+            with pytest.raises(UsageError):
+                config_from_argv(["--use-edit", f"{flag(spec.name)}={value}"])
 
 
 def test_given_flags_are_not_chosen() -> None:
