@@ -24,6 +24,11 @@ def flag(name: str) -> str:
     return USE_EDIT if name == "use_edit" else PREFIX + name.replace("_", "-")
 
 
+def flag_of(argument: str) -> str:
+    """Return Megatron's flag for one of its arguments."""
+    return "--" + argument.replace("_", "-")
+
+
 def attribute(name: str) -> str:
     """Return the name of argparse's attribute for a field of `EditConfig`."""
     return flag(name)[2:].replace("-", "_")

@@ -13,7 +13,8 @@ blocking mode the plan is committed last: until then only units that have landed
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -158,10 +159,8 @@ class EditEngine:
         return not self.state.is_stopping
 
     def stop_mid_round(self) -> None:
-        """Stop after this step, in the middle of the round, because of a stop request.
-
-        Other replicas may be waiting at a meeting: a record with `is_stopping` releases them.
-        """
+        """Stop after this step, in the middle of the round, because of a stop request. A record
+        with `is_stopping` releases replicas that wait at a meeting."""
         if self.state.is_stopping:
             return
         self.state.is_stopping = True
@@ -204,10 +203,8 @@ class EditEngine:
             self.groups.close()
 
     def pending_replica_failure(self) -> ReplicaLostError | None:
-        """Return a replica loss that the progress thread has found and the main thread has not.
-
-        If the host's own communication fails, this is the cause: it has ended other ranks.
-        """
+        """Return a replica loss that the progress thread has found and the main thread has not. If
+        the host's own communication fails, this is the cause: it has ended other ranks."""
         error = None if (found := self.syncs.failure) is None else self._context.explain(found)
         return error if isinstance(error, ReplicaLostError) else None
 
@@ -302,6 +299,10 @@ class EditEngine:
         with self._context("the end of an evaluation"):
             return values.unsqueeze(0) if self._context.is_alone else self._meetings.gather(values)
 
+    def sum_over_ranks(self, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Sum values by name over the ranks of the replica. Collective: these ranks."""
+        return sum(map(Counter, self.groups.control.all_gather_json(dict(values))), Counter())
+
     def gather_step(self, values: Tensor) -> Tensor:
         """[N, ...]: values of a warm-up step from all replicas.
 
@@ -345,10 +346,8 @@ class EditEngine:
     # ---- checkpoints
 
     def land_all(self) -> None:
-        """Land the landing sync (then collective) and finish all exchanges, before a save.
-
-        Delayed syncs that are due later do not land now.
-        """
+        """Land the landing sync (then collective) and finish all exchanges, before a save. Delayed
+        syncs that are due later do not land now."""
         with self._context():
             self.syncs.land_all()
             self.syncs.finish_exchanges()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_edit.comm.worlds import JOIN_TIMEOUT, ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag
+from megatron_edit.flags import flag, flag_of
 from megatron_edit.observe.folder_lock import FolderLock
 
 _PER_REPLICA_SETTINGS = (
@@ -132,7 +132,7 @@ def comparable_settings(config: EditConfig, args: Namespace) -> dict[str, object
         if name not in _PER_REPLICA_SETTINGS
     }
     theirs = {
-        "--" + name.replace("_", "-"): value
+        flag_of(name): value
         for name, value in vars(args).items()
         if isinstance(value, int | float | str | None) and not _may_differ_between_hosts(name)
     }

@@ -24,7 +24,9 @@ from megatron_edit.constants import (
     SUPPORTED_OPTIMIZERS,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute, flag
+from megatron_edit.flags import AUTO, attribute, flag, flag_of
+from megatron_edit.host.batch_stages import check_stages, has_changing_batch
+from megatron_edit.host.late_failures import check_evaluations, check_values
 from megatron_edit.host.muon import check_muon
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -113,11 +115,6 @@ _ONE_FILE_EACH = ("result_rejected_tracker_filename", "memory_snapshot_path", "c
                   "moe_routing_trace_path")  # fmt: skip
 
 
-def flag_of(attribute: str) -> str:
-    """Return Megatron's flag for an argument."""
-    return "--" + attribute.replace("_", "-")
-
-
 def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -> None:
     """Refuse arguments that do not work with EDiT, before Megatron's validation.
 
@@ -155,7 +152,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
         )
     _check_packages(args)
     check_graphs(args)
-    _check_model(args)
+    check_values(args)
     _check_fp8_params(args)
     _check_layout(args, placement, config)
     _check_batch(args, placement, config)
@@ -176,6 +173,16 @@ def _check_packages(args: Namespace) -> None:
             f"needs the package {package}, which is not installed",
             f"pip install {package}, or {remedy}",
         )
+
+
+def check_validated(args: Namespace) -> None:
+    """Check arguments that only Megatron's validation completes.
+
+    Raises:
+        UsageError: training with them would fail.
+    """
+    check_graphs(args)
+    check_evaluations(args)
 
 
 def check_graphs(args: Namespace) -> None:
@@ -212,26 +219,6 @@ def _words_of(value: object) -> list[str]:
     return [] if value is None else str(value).split(",")
 
 
-def _check_model(args: Namespace) -> None:
-    """Refuse arguments with which Megatron fails later without a clear message."""
-    if getattr(args, "lr", 0.0) is None:
-        raise UsageError("--lr (not given)", "must be given", "add --lr RATE")
-    heads, groups = getattr(args, "num_attention_heads", None), getattr(args, "num_query_groups", 1)
-    if getattr(args, "group_query_attention", False) and heads and heads % groups:
-        raise UsageError(
-            f"--num-query-groups {groups}",
-            f"must divide --num-attention-heads {heads}",
-            "give a divisor of it",
-        )
-    experts, chosen = getattr(args, "num_experts", None), getattr(args, "moe_router_topk", 0)
-    if experts and chosen > experts:
-        raise UsageError(
-            f"--moe-router-topk {chosen}",
-            f"must be at most --num-experts {experts}",
-            f"use {experts} or less",
-        )
-
-
 def _check_fp8_params(args: Namespace) -> None:
     """Refuse `--fp8-param-gather` if Megatron cannot quantize parameters from main shards."""
     if not getattr(args, "fp8_param_gather", False):
@@ -266,13 +253,6 @@ def _is_refused(value: object, refused: object) -> bool:
 
 def _check_layout(args: Namespace, placement: Placement, config: EditConfig) -> None:
     """Check the layout against the ranks of one replica; Megatron checks all N*K ranks."""
-    for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "expert_model_parallel_size", "micro_batch_size", "global_batch_size",
-    ):  # fmt: skip
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            raise UsageError(f"{flag_of(name)} {value}", "must be at least 1", "use 1 or more")
     ranks = placement.ranks_per_replica
     tp, pp, cp = (
         args.tensor_model_parallel_size,
@@ -324,27 +304,17 @@ def _check_batch(args: Namespace, placement: Placement, config: EditConfig) -> N
         return  # Megatron reports it
     ranks = placement.num_replicas * data_parallel_size(args, placement)
     replicas = flag("num_replicas" if config.hub is None else "nominal_replicas")
+    size = args.micro_batch_size * ranks
     for name in ("global_batch_size", "eval_global_batch_size"):
         batch = getattr(args, name, None)
-        if batch is None:
-            continue
-        if batch % placement.num_replicas:
+        if batch is not None and batch % placement.num_replicas:
             raise UsageError(
                 f"{flag_of(name)} {batch}",
                 f"must be a multiple of {replicas} {placement.num_replicas}",
-                f"use {_next_multiple(batch, args.micro_batch_size * ranks)}",
+                f"use {-(-batch // size) * size}",
             )
-        if name == "global_batch_size" and batch % (args.micro_batch_size * ranks):
-            raise UsageError(
-                f"{flag_of(name)} {batch}",
-                f"must be a multiple of micro-batch size x data-parallel ranks of all replicas "
-                f"= {args.micro_batch_size} x {ranks}",
-                f"use {_next_multiple(batch, args.micro_batch_size * ranks)}",
-            )
-
-
-def _next_multiple(value: int, step: int) -> int:
-    return -(-value // step) * step
+    if not (getattr(args, "load", None) and has_changing_batch(args)):
+        check_stages(args, ranks)  # else once it is known which stages are over
 
 
 def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:

@@ -129,26 +129,27 @@ def assigned_loader(
     is_assigned, order = engine.status.assignment is not None, host.counters.order
     if loader is None or not (is_assigned or call.arguments["consumed_samples"] < order.end):
         return loader
-    if _split_of(call.arguments["dataset"]) is not Split.train:
-        return loader
-    if not is_assigned:
-        return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
-    timed = engine.settings.timed
-    is_counted = timed is not None and timed.steps is not None
-    share = _share_of(host.arguments, num_replicas if is_counted else 1)
-    sampler = AssignedSampler(engine, share, order)
-    return AssignedLoader(_with_sampler(loader, sampler), engine)
-
-
-def _split_of(dataset: object) -> object:
-    split = getattr(dataset, "split", getattr(dataset, "index_split", None))
-    if split is None:
+    dataset = call.arguments["dataset"]
+    if (split := split_of(dataset)) is None:
         raise UsageError(
             f"data set {type(dataset).__name__}",
             "must have an attribute `split` or `index_split` for the assignment of its samples",
             "set it to Megatron's Split.train, Split.valid or Split.test",
         )
-    return split
+    if split is not Split.train:
+        return loader
+    if not is_assigned:
+        return with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
+    timed = engine.settings.timed
+    is_counted = timed is not None and timed.steps is not None
+    share = _share_of(host.arguments, num_replicas if is_counted else 1)
+    sampler = AssignedSampler(engine, share, order)
+    return AssignedLoader(with_sampler(loader, sampler), engine)
+
+
+def split_of(dataset: object) -> object:
+    """Return the split that a data set belongs to, as Megatron reads it; None if unknown."""
+    return getattr(dataset, "split", getattr(dataset, "index_split", None))
 
 
 def _share_of(args: Namespace, interleaved: int) -> Share:
@@ -164,12 +165,20 @@ def _share_of(args: Namespace, interleaved: int) -> Share:
     )
 
 
-def _with_sampler(
-    loader: DataLoader[object], sampler: AssignedSampler | ReorderedSampler
+def with_sampler(
+    loader: DataLoader[object],
+    sampler: Iterable[list[int]],
+    dataset: object | None = None,
 ) -> DataLoader[object]:
-    """Return a loader like this one with another sampler, which torch does not allow to replace."""
+    """Return a loader like this one with another sampler, which torch does not allow to replace.
+
+    Args:
+        loader: of Megatron.
+        sampler: yields the indices of each batch.
+        dataset: replaces that of the loader.
+    """
     return DataLoader(
-        loader.dataset,
+        loader.dataset if dataset is None else dataset,
         batch_sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,

@@ -262,11 +262,11 @@ class Attachment:
             with self._command_line.as_usage_errors(args):
                 if self._world is None:
                     return validate(args, *rest, **kwargs)
-                from megatron_edit.host.arguments import check_graphs, validate_as_one_job
+                from megatron_edit.host.arguments import check_validated, validate_as_one_job
 
                 placement = self._world.placement
                 validate_as_one_job(args, placement, lambda: validate(args, *rest, **kwargs))
-            check_graphs(args)
+            check_validated(args)
             return None
 
         return checked

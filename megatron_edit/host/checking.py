@@ -91,7 +91,7 @@ class _Check:
             else:
                 arguments.validate_as_one_job(args, placement, megatrons)
         if placement is not None:
-            arguments.check_graphs(args)
+            arguments.check_validated(args)
 
     def finish(self, found: Rehearsal, *, is_rehearsed: bool) -> CheckedLine:
         """Check the model's configuration, folders, corpus and checkpoint after the validation."""

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag_of
 from megatron_edit.host.argument_errors import ARGUMENT_ERRORS
 
 # Bytes of tokens that are read in all files together, in pieces spread evenly over each file.
@@ -30,6 +31,11 @@ _ENDINGS = (".idx", ".bin")
 _FLAGS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
           "per_split_data_args_path")  # fmt: skip
 _REMEDY = "give the path of the two files without .idx and .bin"
+_BLEND = "must be paths, or a weight before each path"
+_SPACES = (
+    "quote a path with spaces; a file of --data-args-path cannot hold one, and that of "
+    "--per-split-data-args-path only in a list"
+)
 
 
 @dataclass(frozen=True)
@@ -110,13 +116,15 @@ def check_corpus(args: Namespace) -> CorpusReport | None:
 
 def _prefixes(args: Namespace) -> Iterator[str]:
     """Yield the paths, without ending, of all local indexed files that the flags name."""
+    if args.mock_data:
+        _check_splits(args, [True, True, True])
     if args.mock_data or getattr(args, "sft", False):
         return
     from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
     from megatron.training.utils import get_blend_and_blend_per_split
 
     given = [name for name in _FLAGS if getattr(args, name, None) is not None]
-    shown = ", ".join(f"--{name.replace('_', '-')} {_shown(getattr(args, name))}" for name in given)
+    shown = ", ".join(f"{flag_of(name)} {_shown(getattr(args, name))}" for name in given)
     blend, per_split = _read(shown, lambda: get_blend_and_blend_per_split(args))
     if blend is not None and args.split is not None:
         shares = _read(f"--split {args.split}", lambda: parse_and_normalize_split(args.split))
@@ -126,10 +134,52 @@ def _prefixes(args: Namespace) -> Iterator[str]:
                 "must be the shares of training, validation and test",
                 "give for example 969,30,1",
             )
+        _check_splits(args, [share > 0 for share in shares])
+    elif per_split is not None:
+        _check_splits(args, [one is not None for one in per_split])
+        _check_names(args, per_split[1])
     for one in [blend, *(per_split or ())]:
         for prefix in one[0] if one is not None else ():
             if "://" not in prefix:  # not in an object store, where reading is slow
                 yield prefix
+
+
+def _check_splits(args: Namespace, is_there: Sequence[bool]) -> None:
+    """Refuse a run without the sets that it reads, or with a test set that Megatron cannot read.
+
+    Args:
+        args: Megatron's.
+        is_there: whether there is a training, a validation and a test set.
+
+    Raises:
+        UsageError: a set is missing, or must not be there.
+    """
+    training, validation, test = is_there
+    has_several = getattr(args, "multiple_validation_sets", False)
+    if not training:
+        raise UsageError("the corpus", "has no training set", "add --train-data-path PATH")
+    if not validation and (args.eval_iters or has_several):
+        raise UsageError(
+            f"--eval-iters {args.eval_iters}",
+            "the corpus has no validation set, and Megatron fails at the first evaluation",
+            "add --valid-data-path PATH (or a share of --split), or --eval-iters 0",
+        )
+    if test and has_several:
+        raise UsageError(
+            "--multiple-validation-sets with a test set",
+            "Megatron fails at the test, after training",
+            "drop --test-data-path (or the third share of --split), or evaluate one validation set",
+        )
+
+
+def _check_names(args: Namespace, validation: tuple[list[str], object] | None) -> None:
+    names = getattr(args, "validation_set_names", None)
+    if names and validation is not None and len(names) != len(validation[0]):
+        raise UsageError(
+            f"--validation-set-names {' '.join(names)}",
+            f"must be as many as the {len(validation[0])} validation sets",
+            "give a name for each",
+        )
 
 
 def _shown(value: object) -> str:
@@ -140,6 +190,8 @@ def _read[R](value: str, read: Callable[[], R]) -> R:
     try:
         return read()
     except ARGUMENT_ERRORS as error:
+        if isinstance(error, AssertionError) and not str(error):  # of a blend
+            raise UsageError(value, _BLEND, _SPACES) from error
         why = f": {error}" if str(error) else ""
         rule = f"cannot be understood ({type(error).__name__}{why})"
         raise UsageError(value, rule, "see Megatron's own help for this flag") from error
@@ -154,6 +206,8 @@ def _check_pair(args: Namespace, prefix: str, vocabulary: int | None, budget: in
     for ending in _ENDINGS:
         file = Path(prefix + ending)
         if not file.is_file():
+            if is_number(prefix):
+                raise UsageError(value, f"is taken for a path: a blend {_BLEND}", _SPACES)
             raise UsageError(value, f"there is no file {file}", _REMEDY)
         if not os.access(file, os.R_OK):
             raise UsageError(value, f"{file} cannot be read", "correct its permissions")
@@ -176,7 +230,7 @@ def _flag_with(args: Namespace, prefix: str) -> str:
     """Return the flag that names a path, in its value or in the file that is its value."""
     given = [name for name in _FLAGS if getattr(args, name, None) is not None]
     named = [name for name in given if prefix in getattr(args, name)]
-    return "--" + (named or given)[0].replace("_", "-")
+    return flag_of((named or given)[0])
 
 
 def _index_of(
@@ -243,6 +297,15 @@ def _pieces(tokens: NDArray[np.generic], most: int) -> Iterator[NDArray[np.gener
         return
     starts = np.linspace(0, len(tokens) - length, max(2, most // length), dtype=np.int64)
     yield from (tokens[start : start + length] for start in starts)
+
+
+def is_number(word: str) -> bool:
+    """Whether a word of a blend is a weight."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _mebibytes(size: int) -> str:

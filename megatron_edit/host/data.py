@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
+from megatron_edit.host.corpus import is_number
 from megatron_edit.host.files import one_at_a_time
 from megatron_edit.host.seams.megatron import ParallelState
 from megatron_edit.host.seams.patching import Patcher
@@ -141,16 +142,8 @@ def _index_folder() -> Path | None:
     args = get_args()
     if args.data_cache_path:
         return Path(args.data_cache_path)
-    prefixes = [word for word in args.data_path or () if not _is_number(word)]
+    prefixes = [word for word in args.data_path or () if not is_number(word)]
     return Path(prefixes[0]).parent / "cache" if prefixes else None
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 @contextmanager

@@ -55,7 +55,11 @@ def check_data(args: Namespace, provider: object) -> CorpusReport | None:
     Raises:
         UsageError: the corpus cannot be used.
     """
-    return check_corpus(args) if reads_indexed_corpus(provider) else None
+    if not reads_indexed_corpus(provider):
+        return None
+    if args.data_cache_path and not args.mock_data:
+        check_folder("--data-cache-path", args.data_cache_path)
+    return check_corpus(args)
 
 
 @contextmanager

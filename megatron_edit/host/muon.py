@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_edit.constants import MUON, OVERLAP
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag_of
 
 PACKAGE, OLDEST, TOO_NEW = "emerging-optimizers", (0, 3), (0, 5)
 _MUON_OF_MEGATRON = "optimizer/emerging_optimizers.py"  # since core_v0.19.0
@@ -73,7 +74,7 @@ def check_muon(args: Namespace, sync_mode: str) -> None:
     for name, refused, rule, remedy in _REFUSED:
         if getattr(args, name, None) == refused:
             value = "" if refused is True else f" {refused}"
-            given = "--" + name.replace("_", "-")
+            given = flag_of(name)
             raise UsageError(f"{given}{value} with --optimizer {MUON}", rule, remedy)
     if sync_mode == OVERLAP:
         raise UsageError(

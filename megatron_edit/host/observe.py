@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import SupportsFloat
@@ -18,7 +18,7 @@ from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.seams.calls import Call
-from megatron_edit.host.seams.megatron import Evaluation, Losses, Timers
+from megatron_edit.host.seams.megatron import Evaluation, ForwardStep, Losses, Timers
 from megatron_edit.observe import records
 from megatron_edit.observe.console import warn
 from megatron_edit.observe.events import EventLog
@@ -117,10 +117,12 @@ class Observer:
         """Handle `evaluate`: replace its losses by their means over the replicas."""
         if not self.begin_evaluation():
             return None, None, True  # the value for an expired time limit: Megatron reports nothing
-        call.arguments["forward_step_func"] = self._counting(call.arguments["forward_step_func"])
+        counts = dict[str, Tensor]()
+        given = call.arguments
+        given["forward_step_func"] = self._counting(given["forward_step_func"], counts)
         with _without_time_limit():
             losses, *rest = call.proceed()
-        self.end_evaluation(losses)
+        self.end_evaluation(losses, counts)
         return (losses, *rest)
 
     def begin_evaluation(self) -> bool:
@@ -130,9 +132,20 @@ class Observer:
         self._engine.clock.pause()  # until all replicas are done: some are slower
         return self._engine.meet_without_sync()
 
-    def end_evaluation(self, losses: Losses | None) -> None:
-        """Replace losses by their means over the replicas, and record them."""
-        self._average(losses, self._engine.gather_evaluation)
+    def end_evaluation(
+        self, losses: Losses | None, counts: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Replace losses by their means over the replicas, and record them.
+
+        Args:
+            losses: losses by name.
+            counts: by name, the tokens (or micro-batches) whose mean each loss is on this rank;
+                None if the replicas have evaluated equally many.
+        """
+        weights = None
+        if counts is not None:
+            weights = self._engine.sum_over_ranks({n: float(c) for n, c in counts.items()})
+        self._average(losses, self._engine.gather_evaluation, weights)
         self._on_evaluation(losses)
         self._engine.clock.resume()
 
@@ -207,27 +220,56 @@ class Observer:
             )
         )
 
-    def _counting[**P, R](self, forward_step: Callable[P, R]) -> Callable[P, R]:
-        """Wrap the forward step of an evaluation, so that each call counts for the heartbeat."""
+    def _counting[**P](
+        self, forward_step: Callable[P, ForwardStep], counts: dict[str, Tensor]
+    ) -> Callable[P, ForwardStep]:
+        """Wrap the forward step of an evaluation, so that each call counts for the heartbeat.
+
+        Args:
+            forward_step: of the script.
+            counts: the denominators of the losses that it reports are added to these, by name.
+        """
 
         @wraps(forward_step)
-        def counted(*args: P.args, **kwargs: P.kwargs) -> R:
+        def counted(*args: P.args, **kwargs: P.kwargs) -> ForwardStep:
             self._engine.count_evaluation_batch()
-            return forward_step(*args, **kwargs)
+            output, loss_func = forward_step(*args, **kwargs)
+
+            def weighed(*values: object, **options: object) -> object:
+                found = loss_func(*values, **options)
+                if isinstance(found, tuple):  # else it is no loss
+                    for name, loss in found[-1].items():
+                        # Either a sum and its number of tokens, or a mean.
+                        count = loss.view(-1)[1] if loss.numel() == 2 else torch.ones(())
+                        counts[name] = counts.get(name, 0.0) + count.double()
+                return found
+
+            return output, weighed
 
         return counted
 
-    def _average(self, losses: Losses | None, gather: Callable[[Tensor], Tensor]) -> None:
-        """Replace each loss by its mean over the replicas, in place.
+    def _average(
+        self,
+        losses: Losses | None,
+        gather: Callable[[Tensor], Tensor],
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Replace each loss by its weighted mean over the replicas, in place.
 
         Ranks without losses join the gather, too, so that no rank continues before the others.
 
         Args:
             losses: losses by name.
             gather: gathers values from all replicas.
+            weights: of this replica by loss; None if all replicas have the same.
         """
         losses = losses or {"none": torch.zeros(())}
         values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])
-        means = gather(values).mean(dim=0)
+        mine = [1.0 if weights is None else weights.get(name, 0.0) for name in losses]
+        rows = gather(torch.stack([values, values.new_tensor(mine)]))
+        values, shares = rows.unbind(dim=1)
+        # A replica without a sample has no loss: 0/0.
+        parts = torch.where(shares > 0, values * shares, 0.0)
+        means = parts.sum(dim=0) / shares.sum(dim=0)
         for name, mean in zip(losses, means, strict=True):
             losses[name] = mean.to(losses[name].dtype)

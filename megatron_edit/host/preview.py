@@ -17,6 +17,7 @@ from megatron_edit.checkpoint.folder import FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
+from megatron_edit.host.batch_stages import check_stages, num_iterations
 from megatron_edit.host.checkpoint.choosing import Choice, check_manifest, find
 from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
 from megatron_edit.host.checkpoint.loading import checked_plan, resuming_run
@@ -53,7 +54,9 @@ def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> st
     if not args.load:
         return None
     try:
-        found = find(args, repairs=False)
+        found = find(args, repairs=False, is_stock=sync_mode is None)
+        if sync_mode is not None and (found is None or args.finetune):
+            check_stages(args, args.data_parallel_size)
         if found is None:
             return f"{args.load} has no checkpoint: training starts from step 0"
         manifest = None
@@ -100,7 +103,7 @@ def _check_resume(
     path: Path, manifest: Manifest, args: Namespace, config: EditConfig, sync_mode: str
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
-    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    iterations = num_iterations(args)
     run = resuming_run(
         config, config.nominal_replicas or config.num_replicas or 1, args, iterations
     )
@@ -111,6 +114,7 @@ def _check_resume(
     check_samples(path, plan, args)
     check_pending(path, manifest, plan, settings)
     check_rounds(path, manifest, plan, settings)
+    check_stages(args, args.data_parallel_size, plan.consumed)
 
 
 def _check_stock(path: Path, args: Namespace) -> None:

@@ -34,7 +34,7 @@ from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, ElasticParts, EngineGroups
 from megatron_edit.errors import INTERRUPTED, SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
-from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
+from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader, split_of
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import RankPieces
@@ -44,6 +44,7 @@ from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.worker import WorkerWatch
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
+from megatron_edit.host.data import DataParallelView
 from megatron_edit.host.elastic import join_hub
 from megatron_edit.host.files import check_data, claim_data_check
 from megatron_edit.host.groups import build_elastic_groups, build_groups
@@ -71,6 +72,7 @@ from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_after_training
 from megatron_edit.host.telemetry import TelemetryControl
 from megatron_edit.host.timers import EditTimers
+from megatron_edit.host.validation_data import full_loader
 from megatron_edit.host.writers import SafeWriter, guard_writers
 from megatron_edit.observe.console import say
 from megatron_edit.observe.events import EventLog
@@ -287,6 +289,14 @@ class TrainingLoop:
     def _build_loader(
         self, run: TrainingRun, call: Call[DataLoader[object] | None]
     ) -> DataLoader[object] | AssignedLoader | None:
+        from megatron.core import parallel_state
+        from megatron.core.datasets.utils import Split
+
+        args, dataset = run.host.arguments, call.arguments["dataset"]
+        if args.full_validation and split_of(dataset) is Split.valid:
+            # Replicas of an elastic run do not share evaluations: each reads the complete set.
+            view = DataParallelView(parallel_state, self._world.scope)
+            return full_loader(call.proceed(), args, view)
         return assigned_loader(call, run.engine, run.host, self._world.placement.num_replicas)
 
     # ---- what the hooks do

@@ -266,12 +266,22 @@ def test_tracker_without_checkpoint_is_refused(saved: Saved, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_missing_load_folder_starts_new_run(tmp_path: Path) -> None:
-    """As in Megatron, the first run of a job has no checkpoint yet and starts from the seed."""
-    result = load(tmp_path / "none", exit_interval=2)
+def test_first_start_has_no_checkpoint(tmp_path: Path) -> None:
+    """The command of a job saves to the folder that it loads from; it starts from the seed."""
+    result = load(tmp_path / "none", exit_interval=2, save=tmp_path / "link" / ".." / "none")
     fresh = load(tmp_path / "none", exit_interval=2, load=None)
     assert [rank.returncode for rank in result.ranks] == [0, 0]
     assert result.losses == fresh.losses != {}
+
+
+@pytest.mark.parametrize("saves", [None, "other"])
+def test_load_folder_without_checkpoint_is_refused(tmp_path: Path, saves: str | None) -> None:
+    """Would catch a mistyped path with which a run starts from random weights."""
+    save = None if saves is None else tmp_path / saves
+    result = load(tmp_path / "none", exit_interval=2, save=save)
+    assert [rank.returncode for rank in result.ranks] == [2, 2] and not result.losses
+    line = next(x for x in result.ranks[0].stderr.splitlines() if "megatron_edit: " in x)
+    assert f"--load {tmp_path / 'none'}: holds no checkpoint, and is not the folder of" in line
     assert not (tmp_path / "none").exists()
 
 

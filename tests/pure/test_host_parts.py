@@ -6,6 +6,7 @@ Modules that import Megatron are imported inside tests, most of which take milli
 from __future__ import annotations
 
 import contextlib
+import math
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,10 +250,15 @@ def test_evaluation_losses_are_averaged_over_replicas() -> None:
 
     observer: Any = Observer(*[anything() for _ in range(5)])
     losses = {"lm loss": torch.tensor(2.0), "aux": torch.tensor([4.0])}
-    observer._average(losses, lambda mine: torch.stack([mine, 3 * mine]))
+    triple = torch.tensor([[3.0], [1.0]])  # losses; weights are in the second row
+    observer._average(losses, lambda mine: torch.stack([mine, triple * mine]))
     assert {name: loss.tolist() for name, loss in losses.items()} == {"lm loss": 4.0, "aux": 8.0}
     assert losses["lm loss"].dtype == torch.float32
     observer._average(None, lambda mine: torch.stack([mine, mine]))
+    others = torch.tensor([[[3.0], [1.0]], [[math.nan], [0.0]]])
+    losses = {"lm loss": torch.tensor(1.0)}
+    observer._average(losses, lambda mine: torch.stack([mine, *others]), {"lm loss": 3.0})
+    assert losses["lm loss"] == 1.5  # by tokens; a replica without any is left out
 
 
 def test_router_biases_are_found_by_kind() -> None:
@@ -336,6 +342,19 @@ def arguments(**changes: Any) -> Namespace:
         ({"global_batch_size": 6}, "micro-batch size x data-parallel ranks of all replicas"),
         ({"eval_global_batch_size": 7}, "--eval-global-batch-size 7"),
         ({"optimizer": "lion"}, "--optimizer lion"),
+        ({"eval_interval": 0}, "--eval-interval 0: must be at least 1"),
+        ({"eval_interval": None}, "--eval-interval (not given)"),
+        ({"num_workers": -1}, "--num-workers -1: must be at least 0"),
+        ({"train_iters": None}, "the length of training must be given"),
+        (
+            {"step_batch_size_schedule": "0:4 64:6", "seq_length": 32, "global_batch_size": None},
+            "the batch 6, from sample 2 on, must be a multiple of",
+        ),
+        (
+            {"step_batch_size_schedule": "0:8 64:4", "seq_length": 32, "global_batch_size": None},
+            "Megatron cannot reduce a batch, here from 8 to 4",
+        ),
+        ({"rampup_batch_size": [4, 4, 16]}, "has no effect since Megatron 0.18"),
     ],
     ids=str,
 )

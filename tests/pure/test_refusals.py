@@ -24,9 +24,12 @@ from megatron_edit.host.arguments import (
     resolve_sync_mode,
 )
 from megatron_edit.host.attach import Attachment
+from megatron_edit.host.batch_stages import check_stages
 from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds, check_schedule
+from megatron_edit.host.late_failures import check_evaluations
 from tests.pure.test_host_parts import arguments
 
+SETS: dict[str, Any] = {"full_validation": True, "multiple_validation_sets": True}
 UNITS = ("embedding", "layer.1", "layer.2", "final")
 
 
@@ -214,3 +217,36 @@ def test_cuda_graph_set_by_validation_is_refused(monkeypatch: pytest.MonkeyPatch
     attachment._around_validation(validate)(Namespace(world_size=1, becomes="local"))
     with pytest.raises(UsageError, match="--cuda-graph-impl full_iteration"):
         attachment._around_validation(validate)(Namespace(world_size=1, becomes="full_iteration"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"full_validation": True}, "--full-validation: Megatron fails in evaluations"),
+        ({"multiple_validation_sets": True}, "--multiple-validation-sets: Megatron fails"),
+        ({"validation_set_names": ["a"]}, "--validation-set-names a: has no meaning without"),
+        (SETS | {"pipeline_model_parallel_size": 3}, "more than two pipeline stages"),
+        (SETS | {"virtual_pipeline_model_parallel_size": 2}, "more than two pipeline stages"),
+        (SETS | {"sft": True}, "--full-validation with --sft"),
+    ],
+    ids=str,
+)
+def test_evaluations_that_fail_are_refused(flags: dict[str, Any], expected: str) -> None:
+    """Before training: Megatron fails at the first evaluation, perhaps hours later."""
+    usual: dict[str, Any] = {
+        "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None
+    }  # fmt: skip
+    check_evaluations(Namespace(**usual))
+    check_evaluations(Namespace(**usual, **SETS))
+    with pytest.raises(UsageError) as caught:
+        check_evaluations(Namespace(**(usual | flags)))
+    assert expected in str(caught.value)
+
+
+def test_stages_that_are_over_are_not_checked() -> None:
+    """A resume with other replicas: four ranks cannot share a batch of 6, which is over."""
+    args = Namespace(step_batch_size_schedule="0:6 64:8", seq_length=32, micro_batch_size=2,
+                     global_batch_size=None)  # fmt: skip
+    check_stages(args, 4, consumed=2)
+    with pytest.raises(UsageError, match="the batch 6, from sample 0 on"):
+        check_stages(args, 4, consumed=1)

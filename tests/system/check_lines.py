@@ -49,6 +49,8 @@ def make_files(folder: Path) -> None:
     (folder / "lonely.bin").unlink()
     (folder / "file").write_text("neither a folder nor a checkpoint")
     (folder / "blend").write_text(f"1.0 {folder / 'nowhere'}")
+    (folder / "spaces").write_text("0.3 a corpus")
+    (folder / "more_spaces").write_text("0.3 a corpus 0.7 good good")
     (folder / "folder").mkdir()
     ends: Flags = {"train_iters": 1000, "save_interval": 4, "exit_interval": 4}
     train(edit_flags(2, save=folder / "saves", **ends), 2)
@@ -58,12 +60,12 @@ def make_files(folder: Path) -> None:
     _truncate(victim, 0.5)
 
 
-def write_corpus(prefix: Path) -> None:
+def write_corpus(prefix: Path, num_tokens: int = NUM_TOKENS) -> None:
     """Write a corpus with all tokens below VOCABULARY, with Megatron's builder."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    tokens = torch.arange(NUM_TOKENS, dtype=torch.int32) % VOCABULARY
+    tokens = torch.arange(num_tokens, dtype=torch.int32) % VOCABULARY
     for document in tokens.split(200):
         builder.add_item(document)
         builder.end_document()
@@ -79,6 +81,7 @@ def corpus(prefix: object, **flags: object) -> Flags:
     return {"mock_data": None, "data_path": prefix, "split": "90,10,0", **flags}
 
 
+STAGES: Flags = {"global_batch_size": None, "micro_batch_size": 2}
 # Overrides of the flags of a valid command line; "words" are appended unchanged.
 # Paths are relative to the folder that `make_files` has filled.
 RIGHT: dict[str, Flags] = {
@@ -93,7 +96,19 @@ RIGHT: dict[str, Flags] = {
     "log-dir": {"edit_log_dir": "new/log"},
     "load": {"load": "saves", "train_iters": 1000},
     "load-stock": {"load": "stock", "train_iters": 1000},
-    "load-nothing": {"load": "folder"},
+    "load-nothing": {"load": "new", "save": "new", "save_interval": 2},
+    "load-pretrained": {"load": "new", "pretrained_checkpoint": "stock", "finetune": True},
+    "stages": STAGES | {"step_batch_size_schedule": "0:4 64:8"},
+    "full-validation": corpus(
+        None,
+        split=None,
+        train_data_path="good",
+        valid_data_path="good",
+        full_validation=True,
+        multiple_validation_sets=True,
+        eval_iters=1,
+    ),
+    "tau-too-long": {"edit_sync_interval": 99999999999999999999},
 }
 WRONG: dict[str, Flags] = {
     # unknown flags, and values that do not parse
@@ -113,6 +128,9 @@ WRONG: dict[str, Flags] = {
     # flags of EDiT
     "replicas": {"edit_num_replicas": 3},
     "tau": {"edit_sync_interval": 0},
+    "too-long-timeout": {"edit_timeout_seconds": 1e300},
+    "too-large-rate": {"edit_outer_lr": 1e308},
+    "empty-log-dir": {"words": "--edit-log-dir="},
     "without-use-edit": {"use_edit": None},
     "overlap-not-to-be-had": {"edit_sync_mode": "overlap"},
     "batch": {"global_batch_size": 9},
@@ -123,6 +141,18 @@ WRONG: dict[str, Flags] = {
     "save-that-cannot-be-made": {"save": "/proc/x", "save_interval": 2},
     "rendezvous-with-a-scheme": {"edit_replica_id": 0, "edit_rendezvous": "tcp://node0:29400"},
     "wandb-without-a-name": {"wandb_project": "edit"},
+    # accepted by Megatron, which fails later
+    "second-stage": STAGES | {"step_batch_size_schedule": "0:4 64:6"},
+    "smaller-stage": STAGES | {"step_batch_size_schedule": "0:8 64:4"},
+    "no-stages": STAGES | {"step_batch_size_schedule": "4"},
+    "ramp-up": {"rampup_batch_size": [4, 4, 16]},
+    "full-validation-alone": {"full_validation": True, "eval_iters": 1},
+    "several-sets-alone": {"multiple_validation_sets": True, "eval_iters": 1},
+    "names-alone": {"validation_set_names": "a"},
+    "eval-interval": {"eval_interval": 0},
+    "log-interval": {"log_interval": 0},
+    "workers": {"num_workers": -1},
+    "no-length": {"train_iters": None},
     # Megatron's own validation
     "positions": {"seq_length": 128},
     "two-lengths": {"train_samples": 80},
@@ -158,6 +188,17 @@ WRONG: dict[str, Flags] = {
     "listed-corpus": corpus(None, data_args_path="blend"),
     "small-vocabulary": corpus("good", vocab_size=62),
     "split": corpus("good", split="all"),
+    "no-training-set": corpus(None, split=None, valid_data_path="good"),
+    "no-validation-set": corpus(None, split=None, train_data_path="good", eval_iters=1),
+    "no-validation-share": corpus("good", split="100,0,0", eval_iters=1),
+    "several-sets-and-test": corpus(
+        None, split=None, train_data_path="good", valid_data_path="good", test_data_path="good",
+        full_validation=True, multiple_validation_sets=True),
+    "too-few-names": corpus(
+        None, split=None, train_data_path="good", valid_data_path=["good", "good", "good"],
+        full_validation=True, multiple_validation_sets=True, validation_set_names="a"),
+    "space-in-a-list": corpus(None, data_args_path="spaces"),
+    "spaces-in-a-list": corpus(None, data_args_path="more_spaces"),
     # checkpoints
     "load-another-model": {"load": "saves", "train_iters": 1000, "num_layers": 3},
     "load-another-stock": {"load": "stock", "train_iters": 1000, "hidden_size": 128},
@@ -165,6 +206,8 @@ WRONG: dict[str, Flags] = {
     "load-damaged": {"load": "damaged", "train_iters": 1000},
     "load-no-such-step": {"load": "saves", "train_iters": 1000, "ckpt_step": 99},
     "load-back-to-warmup": {"load": "saves", "train_iters": 1000, "edit_warmup_steps": 50},
+    "load-nowhere": {"load": "folder"},
+    "load-nowhere-saving": {"load": "folder", "save": "new", "save_interval": 2},
     "load-must-exist": {"load": "folder", "exit_on_missing_checkpoint": True},
 }  # fmt: skip
 

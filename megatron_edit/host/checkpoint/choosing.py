@@ -118,25 +118,37 @@ def _choose_as_json(args: Namespace, schedule: Mapping[str, object]) -> str:
     return json.dumps(body | {"has_manifest": found.has_manifest})
 
 
-def find(args: Namespace, *, repairs: bool = True) -> FoundCheckpoint | None:
+def find(
+    args: Namespace, *, repairs: bool = True, is_stock: bool = False
+) -> FoundCheckpoint | None:
     """Return the checkpoint that `--load` and `--ckpt-step` name; None where there is none.
+
+    There may be none at the first start of a run that saves to the same folder.
 
     Args:
         args: Megatron's.
         repairs: whether saves interrupted between two renames may be completed.
+        is_stock: whether this is a run of stock Megatron, which then starts from the beginning.
 
     Raises:
         UsageError: it cannot be loaded, or is missing where one is required.
     """
     found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step, repairs)
-    must_be_there = args.exit_on_missing_checkpoint and not args.pretrained_checkpoint
-    if found is None and must_be_there:
+    if found is not None or args.pretrained_checkpoint:
+        return found
+    if args.exit_on_missing_checkpoint:
         raise UsageError(
             f"--load {args.load}",
             "holds no checkpoint, and --exit-on-missing-checkpoint is given",
             "correct the path, or drop that flag to start from the beginning",
         )
-    return found
+    if not is_stock and (not args.save or Path(args.save).resolve() != Path(args.load).resolve()):
+        raise UsageError(
+            f"--load {args.load}",
+            "holds no checkpoint, and is not the folder of --save, in which a first start has none",
+            "correct the path, or drop --load to start from the beginning",
+        )
+    return None
 
 
 def _find(folder: CheckpointFolder, step: int | None, repairs: bool) -> FoundCheckpoint | None:

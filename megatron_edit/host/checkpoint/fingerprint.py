@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag_of
 
 _MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
@@ -45,10 +46,9 @@ def check_same_model(checkpoint: Path, saved: Mapping[str, object], args: Namesp
     for name, mine in model_of(args).items():
         theirs = saved.get(name, mine)
         if theirs != mine:
-            flag = "--" + name.replace("_", "-")
             raise UsageError(
                 f"--load {checkpoint}",
-                f"is of another model: {flag} is {theirs} there and {mine} here",
+                f"is of another model: {flag_of(name)} is {theirs} there and {mine} here",
                 "give the flags of the model that was saved, or load another checkpoint",
             )
 

@@ -20,6 +20,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, RESET
 from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
 from megatron_edit.errors import UsageError
+from megatron_edit.host.batch_stages import check_stages
 from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.megatron_load import call_megatron_load
@@ -160,12 +161,13 @@ class LoadControl:
             pieces: this rank's pieces of the outer state.
         """
         place, resume, choice = self._world.placement, self._resume, self._choice
+        consumed = host.arguments.consumed_train_samples if resume is None else resume.plan.consumed
+        check_stages(host.arguments, host.arguments.data_parallel_size, consumed)
         if choice is not None:
             check_on_all_ranks(self._world, "load/fits", lambda: self._check(engine, host, choice))
             if (flag := parameters_only(host.arguments)) and place.global_rank == 0:
                 say(dropped_state(choice, flag))
         if resume is None:
-            consumed = host.arguments.consumed_train_samples
             share = share_of(consumed, place.replica, place.num_replicas)
             host.counters.resume(share, consumed, IN_ORDER)
             engine.start(self._step)

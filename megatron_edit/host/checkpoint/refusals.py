@@ -11,6 +11,7 @@ from megatron_edit.checkpoint.resume import ResumePlan
 from megatron_edit.constants import FIXED, QSR
 from megatron_edit.engine import EngineSettings
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag_of
 from megatron_edit.method.schedule import Schedule
 
 # Flags of what Megatron's schedule stores, in samples where it counts.
@@ -146,7 +147,7 @@ def check_samples(path: Path, plan: ResumePlan, args: Namespace) -> None:
         return
     for name in ("rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip"):
         if getattr(args, name, None):
-            raise _left_behind(path, "--" + name.replace("_", "-"))
+            raise _left_behind(path, flag_of(name))
     if args.dataloader_type != "single":
         raise _left_behind(path, f"--dataloader-type {args.dataloader_type}")
 

@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import (
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.engine import Progress
+from megatron_edit.host.batch_stages import has_changing_batch
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.seams.megatron import InnerOptimizer, ParamScheduler
 from megatron_edit.method.order import IN_ORDER, SampleOrder
@@ -256,7 +257,7 @@ def last_local_iteration(args: Namespace, final_fraction: float) -> int:
     if not args.train_samples or not final_fraction:
         return last_local(int(args.train_iters), final_fraction)
     samples = last_local(int(args.train_samples), final_fraction)
-    if not _has_changing_batch(args):
+    if not has_changing_batch(args):
         return min(int(args.train_iters), -(-samples // int(args.global_batch_size)))
     consumed, iteration = 0, 0
     while consumed < samples and iteration < args.train_iters:
@@ -265,11 +266,6 @@ def last_local_iteration(args: Namespace, final_fraction: float) -> int:
         iteration += 1
     update_num_microbatches(int(args.consumed_train_samples), consistency_check=False)
     return iteration
-
-
-def _has_changing_batch(args: Namespace) -> bool:
-    names = ("rampup_batch_size", "step_batch_size_schedule")
-    return any(getattr(args, name, None) for name in names)
 
 
 def is_end_requested(args: Namespace) -> bool:

@@ -19,6 +19,8 @@ from torch.nn import Module, Parameter
 # losses, collected non-loss data, and whether the time limit has passed.
 type Losses = dict[str, Tensor]
 type Evaluation = tuple[Losses | None, *tuple[object, ...]]
+# What a script's forward step returns: output, and the function that reduces it to the losses.
+type ForwardStep = tuple[object, Callable[..., object]]
 # Result of an optimizer's `step`: whether it was applied, gradient norm, number of zeros.
 type StepResult = tuple[bool, float | None, int | None]
 type ParamState = dict[str, Tensor]

@@ -256,7 +256,9 @@ def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
 
 
 def _remarks(config: EditConfig, args: Namespace, overlaps: bool) -> Iterator[str]:
-    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    from megatron_edit.host.batch_stages import num_iterations  # torch
+
+    iterations = num_iterations(args)
     if iterations and (text := phase_warning(config, iterations)):
         yield text
     if args.eval_iters:
@@ -295,6 +297,8 @@ def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int
     if not interval or not is_counted or not schedule.has_fixed_rounds or config.fragments > 1:
         return None
     warmup, tau = config.warmup_steps, config.sync_interval
+    if warmup + tau > iterations:  # no interval would be better
+        return None
     first = (warmup // interval + 1) * interval
     # One period of both intervals, limited to the length of the training.
     last = min(iterations, first + interval * tau)
