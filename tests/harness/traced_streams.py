@@ -460,6 +460,6 @@ class Rank:
         store = dist.HashStore()
         world = ReplicaWorld(placement, store, store, TIMEOUT)
         mode = "overlap" if is_overlapped else "blocking"
-        settings = engine_settings(config, mode, 0, 0)
+        settings = engine_settings(config, mode, 0, last_local_step=1000)
         engine = EditEngine(settings, host, groups, world, Collector())
         return cls(engine, host, groups, streams)

@@ -552,7 +552,7 @@ def test_joiner_cannot_say_that_training_is_over() -> None:
     run = HubDecisions("a", "b", rounds=1)
     run.take("c", run.hello("c", 2))
     run.take("c", Leave("finished"))
-    assert run.journal[-1].fields == {"name": "c", "reason": "lost"}
+    assert run.journal[-1].fields == {"name": "c", "reason": "lost", "failed_joins": 1}
     run.take("d", run.hello("d", 2))
     assert isinstance(run.sent["d"][0], Welcome)
 

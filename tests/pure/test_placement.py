@@ -39,6 +39,7 @@ def test_ranks_that_torchrun_starts_again_read_nothing_of_the_former(
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("RANK", "0")  # it would host the store
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(num_nodes))
 
     def world(start: int, rank: int) -> ReplicaWorld:

@@ -163,9 +163,9 @@ BAD = {
     "both-many": ("--world-size 1000000 --num-layers 10000 --global-batch-size 8000000",
                   "--world-size 1000000: gives a replica 125000 ranks with 10002 units"),
     "tau-digits": (f"--use-edit --edit-sync-interval {'9' * 400}",
-                   "must be at most 1000000000000"),
+                   "must be at least 1 and at most 1e20"),
     "delay-digits": ("--use-edit --edit-strategy a-edit --strategies a-edit "
-                     f"--edit-delay-steps {'9' * 200}", "must be at most 1000000000000"),
+                     f"--edit-delay-steps {'9' * 200}", "must be at least 0 and at most 1e20"),
     "seconds-tiny": ("--use-edit --edit-strategy a-edit --strategies a-edit "
                      "--edit-sync-seconds 1e-320", "must be from 1e-12 to 1e+18"),
 }  # fmt: skip

@@ -7,13 +7,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
-from megatron_edit.constants import INT4, MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS, WIRE_TYPES
+from megatron_edit.constants import (
+    INT4,
+    MAX_TIMEOUT_SECONDS,
+    MIN_TIMEOUT_SECONDS,
+    TIMEOUT_ROUNDS,
+    WIRE_TYPES,
+)
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import DEVICE, added_bytes, edit_parts, stock_parts
-from megatron_edit.tools.plan.values import show_bytes, show_seconds
+from megatron_edit.tools.plan.values import MOST_COUNTED, show_bytes, show_seconds
 
 SLACK = 1.1  # margin between the end of an exchange and its landing
 COARSEST_WIRE = INT4  # that is suggested: the effect of coarser types on the loss is not measured
@@ -90,19 +96,22 @@ def least_interval(job: Job, config: EditConfig, setting: TimingSetting) -> int:
 
 
 def _with_round(config: EditConfig, steps: int, step: float) -> EditConfig:
+    """Return the settings with a round of `steps`, or with the longest one that flags can give."""
     if STRATEGIES[config.strategy].is_timed:
-        return replace(config, sync_seconds=steps * step)
-    return replace(config, sync_interval=steps)
+        return replace(config, sync_seconds=min(steps * step, MAX_TIMEOUT_SECONDS))
+    return replace(config, sync_interval=min(steps, MOST_COUNTED))
 
 
 def _interval(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
     least = least_interval(job, config, setting)
     if STRATEGIES[config.strategy].is_timed:
-        length = least * setting.step
+        length, longest = least * setting.step, MAX_TIMEOUT_SECONDS
         name, shown, now = flag("sync_seconds"), f"{length:.0f}", f"{config.sync_seconds:g}"
     else:
-        length, name = least, flag("sync_interval")
+        length, longest, name = least, MOST_COUNTED, flag("sync_interval")
         shown, now = f"{least}", f"{config.sync_interval}"
+    if length > longest:
+        return Advice("interval", None, "even the longest round is too short for its exchange")
     text = f"from {name} {shown} on syncs take at most {TARGET_SYNC_SHARE:.0%} (now: {name} {now})"
     return Advice("interval", length, text)
 
