@@ -27,6 +27,10 @@ from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 
+# In a record, 8 MiB: a round of more steps, which training hardly makes, reports its last ones.
+MAX_LOSSES = 1 << 20
+
+
 class Losses(Protocol):
     """Losses of this replica that the next control record reports.
 
@@ -84,13 +88,18 @@ class StepLosses:
     """The loss of every step is exchanged: all replicas make the same steps.
 
     Attributes:
-        capacity: steps between two meetings.
+        steps: between two meetings.
     """
 
-    capacity: int
+    steps: int
     last_step: int = 0
     _losses: list[float] = field(default_factory=list)
     _deferred_loss: tuple[int, float] | None = None
+
+    @property
+    def capacity(self) -> int:
+        """The steps between two meetings, as far as a record may grow."""
+        return min(self.steps, MAX_LOSSES)
 
     def note(self, step: int, loss: float) -> None:
         """Append the loss, also NaN, so that positions correspond to steps."""
@@ -380,7 +389,7 @@ class RunState:
         )
         self.timeout.meetings = settings.schedule.fragments
         if isinstance(self.losses, StepLosses):
-            self.losses.capacity = length
+            self.losses.steps = length
 
     def assign_blocks(self, assignment: BlockAssignment) -> None:
         """Replace the assignment of blocks, where replicas run at their own speeds."""

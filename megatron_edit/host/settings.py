@@ -124,8 +124,6 @@ def schedule_of(config: EditConfig, last_local_step: int, origin: int | None = N
     """
     is_endless = STRATEGIES[config.strategy].endless_warmup
     warmup = None if is_endless else config.warmup_steps
-    # Not beyond the training: a record has room for the losses of a round, however long tau is.
-    longest = config.fragments * (last_local_step + 1)
     usual = warmup, config.sync_interval, config.fragments
     if config.qsr_a is not None:
         return QuadraticSchedule(*usual, config.qsr_a)
@@ -133,7 +131,6 @@ def schedule_of(config: EditConfig, last_local_step: int, origin: int | None = N
         return StagewiseSchedule(*usual, config.stl_stages, last_local_step)
     if config.interval == ADACOMM:
         return LossSchedule(*usual)
-    usual = warmup, min(config.sync_interval, longest), config.fragments
     return StepSchedule(*usual) if origin is None else LaterSchedule(*usual, origin)
 
 

