@@ -43,6 +43,7 @@ RUNS = {
     "checkpoint of that phase: losses and gradient norms",
     "exact resume": "resumed from the middle of a round: losses and parameters of the "
     "uninterrupted run, bit for bit",
+    "A-EDiT": "A-EDiT, two replicas: each sample is consumed once",
     "hub": "elastic run: a replica is killed after a checkpoint and returns; `hub stop` ends it",
 }
 HEAD = """\

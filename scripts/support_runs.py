@@ -27,10 +27,11 @@ TESTED_CODE = ("host", "engine", "comm")  # folders of the package that depend o
 # the middle of a round, the second one in the final phase.
 STEPS, WARMUP, INTERVAL, FINAL = 24, 4, 4, 8
 MIDDLE, LATE = 10, 20
+BATCH = 8
 SECONDS = 300
 TINY = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2
---global-batch-size 8 --eval-interval 1000 --eval-iters 0 --lr 1e-3 --lr-decay-style constant
+--global-batch-size {BATCH} --eval-interval 1000 --eval-iters 0 --lr 1e-3 --lr-decay-style constant
 --log-interval 1 --mock-data --num-workers 0 --train-iters {STEPS}
 --tokenizer-type NullTokenizer --vocab-size 127
 --make-vocab-size-divisible-by 64 --use-distributed-optimizer --edit-device cpu""".split()
@@ -38,6 +39,8 @@ EDIT = f"""--use-edit --edit-num-replicas 2 --edit-warmup-steps {WARMUP}
 --edit-sync-interval {INTERVAL} --edit-digest-interval 1
 --edit-final-sync-fraction {FINAL / STEPS}""".split()
 WARM_UP_ONLY = ["--use-edit", "--edit-num-replicas", "2", "--edit-strategy", "ddp"]
+A_EDIT = f"""--use-edit --edit-num-replicas 2 --edit-warmup-steps {WARMUP} --edit-strategy a-edit
+--edit-sync-seconds 0.2 --edit-min-round-steps 2""".split()
 OVERLAP = ["--overlap-param-gather", "--overlap-grad-reduce", "--ddp-bucket-size", "20000"]
 SHARED_RUN = f"""--train-iters 100000 --use-edit --edit-nominal-replicas 2
 --edit-warmup-steps {WARMUP} --edit-sync-interval {INTERVAL} --save-interval 40""".split()
@@ -171,6 +174,7 @@ class Trainer:
         yield "warm-up", self._warm_up
         yield "final phase", self._final_phase
         yield "exact resume", self._resume
+        yield "A-EDiT", self._a_edit
         yield "hub", self._hub
         yield "patched", self._patched  # the last one: it changes the scripts
 
@@ -202,6 +206,12 @@ class Trainer:
         load = ["--load", self.saves, "--ckpt-step", str(MIDDLE)]
         resumed = self._edit("resumed", load, first=MIDDLE + 1)
         resumed.check_equal(self._first)
+
+    def _a_edit(self) -> None:
+        folder = self._train("a-edit", [*A_EDIT, "--edit-log-dir", str(self.work / "a-edit")])
+        consumed = sum(_lines(folder / "sync.jsonl")[-1]["samples"])
+        if consumed != STEPS * BATCH:
+            raise Failed(f"{consumed} samples consumed, and not {STEPS * BATCH}")
 
     def _edit(
         self, name: str, words: Sequence[str] = (), *, ranks: int = 2, first: int = 1,

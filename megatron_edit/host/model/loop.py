@@ -88,7 +88,7 @@ class LoopControl:
         Args:
             iteration: complete global batches consumed by all replicas.
         """
-        kept = {name: getattr(self.args, name) for name in self._given}
+        kept = {name: getattr(self.args, name, None) for name in self._given}  # not all in 0.16
         for name in kept.keys() & set(_INTERVALS):
             if kept[name] and self._iteration % kept[name] == 0:
                 setattr(self.args, name, iteration)
