@@ -38,6 +38,8 @@ def test_lost_worker_fails_one_save(tmp_path: Path, case: str) -> None:
     assert error.count("could not be written") == error.count(failure) == (case != "idle")
     log = other + (tmp_path / "replica-1.log").read_text()
     assert WORDS[case] in (error.partition(failure)[2].splitlines() or [log])[0]
-    assert "Traceback" not in error + log
+    assert "Traceback" not in error
+    # Without the process that takes its results the worker ends, too, and Python prints why.
+    assert log.count("Traceback") == log.count("Process-1:") <= (case == "results"), log
     assert newest(tmp_path / "saves") == 12
     assert facts(tmp_path, 2) == facts(cached_run(run_edit, 2, 2, before=HOOK, **flags).folder, 2)
