@@ -90,7 +90,7 @@ class LoopControl:
         """
         kept = {name: getattr(self.args, name, None) for name in self._given}  # not all in 0.16
         for name in kept.keys() & set(_INTERVALS):
-            if kept[name] and self._iteration % kept[name] == 0:
+            if kept[name] and self._iteration % kept[name] == 0:  # type: ignore[operator]
                 setattr(self.args, name, iteration)
         self.args.train_iters = self.train_iters
         try:
