@@ -12,7 +12,7 @@ BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 127 "
     "--max-position-embeddings 32 --position-embedding-type rope --micro-batch-size 1 "
     "--global-batch-size 16 --train-iters 8 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
-    "--eval-iters 0 --bf16 --use-distributed-optimizer --overlap-grad-reduce "
+    "--eval-interval 8 --eval-iters 0 --bf16 --use-distributed-optimizer --overlap-grad-reduce "
     "--overlap-param-gather --use-edit --edit-num-replicas 2 --edit-warmup-steps 2 "
     "--edit-sync-interval 3"
 )
