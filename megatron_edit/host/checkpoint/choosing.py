@@ -47,7 +47,7 @@ def choose(world: ReplicaWorld, args: Namespace, schedule: Mapping[str, object])
     Raises:
         UsageError: what was chosen cannot be loaded; on every rank.
     """
-    text = world.shared_text("load/choice", lambda: _choose_as_json(args, schedule))
+    text = world.shared_text("load/choice", lambda: _choose_as_json(args))
     chosen = json.loads(text)
     found: list[Choice] = []
 
@@ -59,7 +59,12 @@ def choose(world: ReplicaWorld, args: Namespace, schedule: Mapping[str, object])
             manifest = _verified_manifest(path, args, world) if chosen["has_manifest"] else None
             found.append(Choice(path, chosen["iteration"], manifest))
 
+    def check_first() -> None:
+        if world.scope.global_rank == 0 and found:
+            check_rates(found[0].path, args, schedule)
+
     check_on_all_ranks(world, "load/checked", check)
+    check_on_all_ranks(world, "load/rates", check_first)  # reads files, which are correct now
     return found[0] if found else None
 
 
@@ -104,12 +109,10 @@ def _error_json(error: Exception, what: str = "--load") -> str:
     )
 
 
-def _choose_as_json(args: Namespace, schedule: Mapping[str, object]) -> str:
+def _choose_as_json(args: Namespace) -> str:
     """Return the choice as JSON: an object, null, or the three parts of an error."""
     try:
         found = find(args)
-        if found is not None:
-            check_rates(found.path, args, schedule)
     except Exception as error:  # the others wait for the answer
         return _error_json(error)
     if found is None:

@@ -12,6 +12,9 @@ from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import EditError, UsageError
 
+# What Megatron's loads raise; torch's is not an `Exception`.
+LOAD_ERRORS = (Exception, SystemExit, CheckpointException)
+
 
 def call_megatron_load[R](load: Callable[[], R], path: Path | None, world: ReplicaWorld) -> R:
     """Call Megatron's load, which asserts, raises or exits with 0 on invalid checkpoints.
@@ -29,11 +32,23 @@ def call_megatron_load[R](load: Callable[[], R], path: Path | None, world: Repli
             return load()
     except EditError:
         raise
-    except (Exception, SystemExit, CheckpointException) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(
-            f"--load {'' if path is None else path}".rstrip(),
-            f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
-            REMEDY,
-            is_local=not world.is_announced_by_first_rank("load/failed"),
-        ) from error
+    except LOAD_ERRORS as error:
+        is_local = not world.is_announced_by_first_rank("load/failed")
+        raise load_failure(path, error, is_local=is_local) from error
+
+
+def load_failure(path: Path | None, error: BaseException, *, is_local: bool = False) -> UsageError:
+    """Return one line for what Megatron raised.
+
+    Args:
+        path: of the checkpoint; None if there is none.
+        error: one of `LOAD_ERRORS`.
+        is_local: whether only this process reports it.
+    """
+    first = (str(error).strip().splitlines() or [""])[0]
+    return UsageError(
+        f"--load {'' if path is None else path}".rstrip(),
+        f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
+        REMEDY,
+        is_local=is_local,
+    )

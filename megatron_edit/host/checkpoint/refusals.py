@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan
@@ -12,6 +13,7 @@ from megatron_edit.constants import FIXED, QSR
 from megatron_edit.engine import EngineSettings
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag_of
+from megatron_edit.host.checkpoint.megatron_load import LOAD_ERRORS, load_failure
 from megatron_edit.method.schedule import Schedule
 
 # Flags of what Megatron's schedule stores, in samples where it counts.
@@ -39,16 +41,12 @@ def check_rates(path: Path, args: Namespace, schedule: Mapping[str, object]) -> 
         schedule: state of this run's schedule.
 
     Raises:
-        UsageError: the checkpoint has another one.
+        UsageError: the checkpoint has another one, or cannot be read.
     """
-    from megatron.core import dist_checkpointing
-
     is_chosen = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if is_chosen or parameters_only(args):
         return
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        return
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    common = _common_state(path)
     if "opt_param_scheduler" not in common:
         return
     saved = {**vars(common["args"]), **common["opt_param_scheduler"]}
@@ -61,6 +59,18 @@ def check_rates(path: Path, args: Namespace, schedule: Mapping[str, object]) -> 
                 "give the flags of that run, or --override-opt_param-scheduler for the new "
                 "values, or --use-checkpoint-opt_param-scheduler for the saved ones",
             )
+
+
+def _common_state(path: Path) -> Mapping[str, Any]:
+    """Return what all ranks load; empty for a checkpoint that is not distributed."""
+    from megatron.core import dist_checkpointing
+
+    try:
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+            return {}
+        return cast(Mapping[str, Any], dist_checkpointing.load_common_state_dict(str(path)))
+    except LOAD_ERRORS as error:
+        raise load_failure(path, error) from error
 
 
 def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: Schedule) -> None:

@@ -88,9 +88,10 @@ class LoopControl:
         Args:
             iteration: complete global batches consumed by all replicas.
         """
-        kept = {name: getattr(self.args, name, None) for name in self._given}  # not all in 0.16
+        # Not all are in Megatron 0.16.
+        kept: dict[str, Any] = {name: getattr(self.args, name, None) for name in self._given}
         for name in kept.keys() & set(_INTERVALS):
-            if kept[name] and self._iteration % kept[name] == 0:  # type: ignore[operator]
+            if kept[name] and self._iteration % kept[name] == 0:
                 setattr(self.args, name, iteration)
         self.args.train_iters = self.train_iters
         try:
