@@ -138,18 +138,23 @@ class Numbers:
         """Check that the steps of this run have the same bits in another one."""
         if self.losses != {step: other.losses.get(step) for step in self.losses}:
             raise Failed("other losses")
-        if self.digests != other.digests[len(other.digests) - len(self.digests) :]:
+        if (
+            not self.digests
+            or self.digests != other.digests[len(other.digests) - len(self.digests) :]
+        ):
             raise Failed("other parameters")
 
     def check_close(self, other: Numbers) -> None:
         """Check that losses and gradient norms are those of stock Megatron, to rounding."""
-        for name, mine, wanted in (
-            ("loss", self.losses, other.losses),
-            *(("grad_norm", norms, other.grad_norms[0]) for norms in self.grad_norms),
-        ):
+        norms = [("grad_norm", norms, other.grad_norms[0]) for norms in self.grad_norms]
+        if not norms:
+            raise Failed("no gradient norms")
+        for name, mine, wanted in (("loss", self.losses, other.losses), *norms):
+            if not wanted or set(mine) != set(wanted):
+                raise Failed(f"{name} of steps {sorted(mine)} and not {sorted(wanted)}")
             for step, value in wanted.items():
-                if abs(mine.get(step, float("inf")) - value) > TOLERANCE[name] * abs(value):
-                    raise Failed(f"{name} {mine.get(step)} and not {value} in step {step}")
+                if abs(mine[step] - value) > TOLERANCE[name] * abs(value):
+                    raise Failed(f"{name} {mine[step]} and not {value} in step {step}")
 
 
 class Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -52,3 +53,17 @@ def finalize_gradients_as_before_0_19() -> None:
 
     training.train = setting
     record()
+
+
+def turn_an_update() -> None:
+    """Let rank 1 apply its first update with the opposite sign."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def turn(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad.neg_()
+        handle.remove()
+
+    if os.environ["RANK"] == "1":
+        handle = register_optimizer_step_pre_hook(turn)

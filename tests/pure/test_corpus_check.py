@@ -46,6 +46,15 @@ def test_report_counts_each_corpus_once(tmp_path: Path) -> None:
     assert check_corpus(arguments(data_path=["s3://bucket/corpus"])) is None
 
 
+@pytest.mark.parametrize("blend", ["0.3 a corpus", "0.3 a corpus 0.7 corpus"])
+def test_path_with_a_space_in_a_list_is_explained(tmp_path: Path, blend: str) -> None:
+    """Megatron splits the list at spaces, and fails without a word, or finds no file `0.3`."""
+    (tmp_path / "blend").write_text(blend)
+    with pytest.raises(UsageError, match="a weight before each path") as refused:
+        check_corpus(arguments(data_args_path=str(tmp_path / "blend")))
+    assert "a file of --data-args-path cannot hold one" in str(refused.value)
+
+
 @pytest.mark.parametrize("where", [0, NUM_TOKENS // 2, NUM_TOKENS - 1])
 @pytest.mark.parametrize("token", [VOCABULARY + 28, -1])
 def test_token_outside_vocabulary_is_refused(tmp_path: Path, where: int, token: int) -> None:

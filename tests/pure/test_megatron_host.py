@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import MUON
 from megatron_edit.host.model import counters
 from megatron_edit.host.model import megatron_host as module
 from megatron_edit.host.model.megatron_host import MegatronHost
@@ -55,6 +57,28 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
     schedule: Any = Schedule()
     placement, config = Placement(2, 1, 1, 0, True), EditConfig()
     return MegatronHost(args, [], inner, schedule, unused, placement, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"optimizer": "adam"}, 2.0**-19),
+        ({"optimizer": "adam", "exp_avg_dtype": torch.bfloat16}, 2.0**-19),  # has no effect alone
+        ({"optimizer": MUON}, 2.0**-7),
+        ({"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.bfloat16}, 2.0**-7),
+        ({"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}, 2.0**-3),
+    ],
+)
+def test_error_of_an_update_is_that_of_its_coarsest_type(
+    host: MegatronHost, settings: dict[str, object], error: float
+) -> None:
+    """Would catch rounding of bf16 or fp8 moments that is taken for drift, and drift of fp32
+    moments that is taken for rounding."""
+    vars(host.arguments).update(
+        {"optimizer": "adam", "use_precision_aware_optimizer": "optimizer" not in settings}
+        | settings
+    )
+    assert host.update_error == error
 
 
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:

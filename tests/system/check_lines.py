@@ -40,7 +40,7 @@ def stop_after_a_step() -> None:
 def make_files(folder: Path) -> None:
     """Create corpora, checkpoints and invalid files, under the names in the command lines."""
     write_corpus(folder / "good")
-    for name in ("short", "foreign", "cut", "lonely"):
+    for name in ("short", "foreign", "cut", "lonely", "a corpus"):
         for ending in (".bin", ".idx"):
             shutil.copyfile(folder / f"good{ending}", folder / f"{name}{ending}")
     _truncate(folder / "short.bin", 0.5)
@@ -91,6 +91,7 @@ RIGHT: dict[str, Flags] = {
     "overlap": {"overlap_param_gather": True, "overlap_grad_reduce": True},
     "corpus": corpus("good"),
     "weighted-corpus": corpus(["0.3", "good", "0.7", "good"], eval_iters=1),
+    "space-in-a-path": corpus(["0.3", "a corpus", "0.7", "good"], eval_iters=1),
     "train-and-valid": corpus(None, split=None, train_data_path="good", valid_data_path="good"),
     "save": {"save": "new/saves", "save_interval": 2},
     "log-dir": {"edit_log_dir": "new/log"},
@@ -141,6 +142,10 @@ WRONG: dict[str, Flags] = {
     "save-that-cannot-be-made": {"save": "/proc/x", "save_interval": 2},
     "rendezvous-with-a-scheme": {"edit_replica_id": 0, "edit_rendezvous": "tcp://node0:29400"},
     "wandb-without-a-name": {"wandb_project": "edit"},
+    # packages that scripts/setup.sh does not install
+    "no-wandb": {"wandb_project": "edit", "wandb_exp_name": "a"},
+    "no-nvrx": {"save": "new", "save_interval": 2, "async_save": True,
+                "use_persistent_ckpt_worker": True},
     # accepted by Megatron, which fails later
     "second-stage": STAGES | {"step_batch_size_schedule": "0:4 64:6"},
     "smaller-stage": STAGES | {"step_batch_size_schedule": "0:8 64:4"},

@@ -4,7 +4,8 @@ Every block of commands of README.md, of those in configs/ and patches/, and of 
 stands, in the order of its page, in a clone of this repository. `PAGES` says what is replaced:
 hosts, sizes, seconds, and the reader's own files. `ELSEWHERE` names the pages that another file
 runs, since several terminals are needed. What cannot run here has a line above it in the page,
-`*Not run by the tests: REASON.*`. `test_blocks_of_commands_are_counted` prints the numbers.
+`*Not run by the tests: REASON.*`; where it needs a clone of Megatron-LM, it runs if there is one
+(MEGATRON_LM_DIR). `test_blocks_of_commands_are_counted` prints the numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -45,7 +47,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
 
-ELSEWHERE = {"docs/elastic.md": "tests/system/test_elastic_docs.py"}
+ELSEWHERE = ("docs/elastic.md",)  # by test_elastic_docs.py
 # Sizes that are added to a training of configs/tiny_cpu.args, and to one with flags of its own.
 SMALL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --lr-warmup-iters 0 --train-iters 4 "
@@ -76,7 +78,7 @@ EVERYWHERE = {
     "SHARED_FOLDER": "{shared}",
     "--output-dir corpus": "--output-dir corpus --max-megabytes 0.4",
 }
-NEEDS_CLONE = ("PATH_TO_MEGATRON_LM/tools", "git -C PATH_TO_MEGATRON_LM")
+NEEDS_CLONE = "needs a clone of Megatron-LM"
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,15 @@ PAGES = {
 
 
 def runnable() -> dict[str, list[Block]]:
-    """Return the blocks of each page that the page does not say are not run."""
+    """Return the blocks of each page that are run."""
     found = {path.relative_to(REPOSITORY).as_posix(): blocks(path) for path in DOCUMENTS}
-    kept = {page: [b for b in each if not b.not_run] for page, each in found.items()}
+    kept = {page: [b for b in each if is_run(b)] for page, each in found.items()}
     return {page: each for page, each in kept.items() if each}
+
+
+def is_run(block: Block) -> bool:
+    """Return whether the page does not say that a block is not run here."""
+    return not block.not_run or (block.not_run == NEEDS_CLONE and CLONE in os.environ)
 
 
 # Stands for the interpreter of the environment that scripts/setup.sh makes: it is up to date, shows
@@ -238,7 +245,7 @@ class Runs:
 
     def texts(self, page: str) -> list[str]:
         """Return the blocks of a page that can run here, for this machine."""
-        texts = [b.text for b in runnable()[page] if not needs_missing_clone(b)]
+        texts = [b.text for b in runnable()[page]]
         for table in (EVERYWHERE, PAGES[page].replaced):
             for old, new in table.items():
                 replaced = [text.replace(old, new.format_map(self._values)) for text in texts]
@@ -295,11 +302,6 @@ def _make_environment(folder: Path) -> Path:
     return python
 
 
-def needs_missing_clone(block: Block) -> bool:
-    """Return whether a block needs a clone of Megatron-LM, and there is none."""
-    return CLONE not in os.environ and any(part in block.text for part in NEEDS_CLONE)
-
-
 def _copy_megatron_lm(folder: Path) -> None:
     """Copy the clone of Megatron-LM, or what `megatron-edit patch` looks for in one."""
     if CLONE in os.environ:
@@ -327,6 +329,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 def test_blocks_of_commands_run(runs: Runs, page: str) -> None:
     """Would catch a command that does not work as the page has it."""
     rest = runs.output(page)
+    assert "does not provide the extra" not in rest  # pip goes on without it
     for part in PAGES[page].shows:
         _, found, rest = rest.partition(part)
         assert found, f"{part} is not in the output of {page}\n{runs.output(page)[-8000:]}"
@@ -336,23 +339,15 @@ def test_blocks_of_commands_are_counted(capsys: pytest.CaptureFixture[str]) -> N
     """Would catch a block that is neither run nor said not to be."""
     pages = runnable()
     assert set(pages) == {*PAGES, *ELSEWHERE}
-    for page, test in ELSEWHERE.items():
-        text = (REPOSITORY / test).read_text(encoding="utf-8")
-        assert "commands" in text and page in text, f"{test} does not run the commands of {page}"
     for path in DOCUMENTS:
         others = [block for block in fences(path) if block.language not in SHELLS]
         assert {block.language for block in others} <= set(OTHER_LANGUAGES), path
         assert [block for block in others if PROGRAMS.search(block.text)] == []
-    reasons = collections.Counter(
-        b.not_run for path in DOCUMENTS for b in blocks(path) if b.not_run
-    )
-    found = [block for each in pages.values() for block in each]
-    missing = sum(map(needs_missing_clone, found))
-    if missing:
-        reasons[f"needs a clone of Megatron-LM ({CLONE})"] = missing
+    found = [block for path in DOCUMENTS for block in blocks(path)]
+    reasons = collections.Counter(block.not_run for block in found if not is_run(block))
     with capsys.disabled():
         print(
-            f"\ndocuments: {len(found) - missing} blocks of commands run, "
+            f"\ndocuments: {len(found) - reasons.total()} blocks of commands run, "
             f"{reasons.total()} not run:",
             "; ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())),
         )
@@ -403,13 +398,16 @@ def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
     return done.stdout
 
 
+ELASTIC = {
+    "torch": "pip install", "corpus": "prepare_corpus.py", "hub": "megatron-edit hub",
+    "token": "openssl", "replica": "scripts/pretrain_gpt.py",
+    "elastic check": "--edit-nominal-replicas",
+}  # fmt: skip
+
+
 def commands_of_kind(kind: str) -> list[Command]:
     """Return the commands of docs/elastic.md of one kind."""
-    parts = {
-        "corpus": "prepare_corpus.py", "hub": "megatron-edit hub", "token": "openssl",
-        "replica": "scripts/pretrain_gpt.py", "elastic check": "--edit-nominal-replicas",
-    }  # fmt: skip
-    return commands(parts[kind], document="docs/elastic.md")
+    return commands(ELASTIC[kind], document="docs/elastic.md")
 
 
 def as_check(command: Command) -> list[str]:
@@ -432,6 +430,16 @@ def test_links_and_flags_exist(path: Path) -> None:
     assert [x for x in relative if not (path.parent / x.partition("#")[0]).exists()] == []
     known = {flag(spec.name) for spec in dataclasses.fields(EditConfig)}
     assert sorted(set(FLAG.findall(text)) - known) == []
+
+
+def test_extras_exist() -> None:
+    """Would catch an extra that was renamed: pip installs nothing for it, and only warns."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"(?:\.|megatron_edit|none-any\.whl)\[([a-z,-]+)\]", text)
+        extras = {extra for one in named for extra in one.split(",")}
+        assert extras <= set(project["optional-dependencies"]), path
 
 
 def test_headings_of_links_exist() -> None:

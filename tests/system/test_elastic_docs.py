@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 from tests.harness.launch import REPOSITORY
+from tests.harness.pages import blocks
 from tests.harness.ports import free_ports
 from tests.harness.torch_groups import HAS_GROUPS
-from tests.system.test_docs import ENVIRONMENT, as_check, commands_of_kind, run
+from tests.system.test_docs import ELASTIC, ENVIRONMENT, as_check, commands_of_kind, run
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -111,6 +112,8 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
     """Terminals in a folder with the corpus of the page."""
     for name in ("scripts", "configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
+    (install,) = commands_of_kind("torch")
+    run([sys.executable, "-m", *install.words, "--no-index"])  # it is there
     (command,) = (c for c in commands_of_kind("corpus") if c.words[-1] == "corpus")
     run([sys.executable, *command.words[1:], "--max-megabytes", "0.4"], cwd=tmp_path)
     terminals = Terminals(tmp_path, free_ports(1)[0])
@@ -119,6 +122,13 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
     finally:
         for name in list(terminals.started):
             terminals.close(name)
+
+
+def test_all_commands_of_the_page_are_known() -> None:
+    """Would catch a new command that no test runs. The kinds are run below."""
+    kinds = [command.line for kind in ELASTIC for command in commands_of_kind(kind)]
+    page = [x for b in blocks(REPOSITORY / "docs/elastic.md") for x in b.commands]
+    assert sorted(set(kinds)) == sorted(set(page))
 
 
 def hub_commands() -> dict[str, str]:

@@ -30,9 +30,12 @@ def flags(replica: int, rendezvous: str, num_replicas: int = 2) -> list[str]:
     return edit_flags(num_replicas, **own, **FLAGS)
 
 
-def assert_ends(launch: Launch, code: int, *texts: str) -> None:
-    """Check that a launch ends, and that its only line on the console has the texts."""
+def assert_ends(launch: Launch, code: int, *texts: str, within: float = 30) -> None:
+    """Check that a launch ends in so many seconds, and that its only line on the console has the
+    texts."""
+    start = time.monotonic()
     _, output = launch.finish()
+    assert time.monotonic() - start < within
     assert f"exitcode  : {code}" in output, output[-3000:]
     lines = [line for line in output.splitlines() if line.startswith("megatron_edit: ")]
     assert len(lines) == 1 and all(text in lines[0] for text in texts), lines
@@ -54,7 +57,8 @@ def test_other_number_of_replicas_ends_both_launches(tmp_path: Path) -> None:
         for replica, number in enumerate((2, 4))
     ]
     for launch in launches:
-        assert_ends(launch, 2, "--edit-num-replicas ", "must be as on replica ", ", which has ")
+        texts = ("--edit-num-replicas ", "must be as on replica ", ", which has ")
+        assert_ends(launch, 2, *texts, within=60)  # from its start on
 
 
 def test_waits_are_told_and_a_silent_listener_is_named(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ def test_launch_without_a_compiler_ends_all(
     rule = f"cannot be compiled on {socket.gethostname()} (without no-compiler); install make"
     folder = tmp_path / "clone-1/megatron/core/datasets"
     cause = f"Megatron's C++ helper for data sets in {folder}: {rule}"
-    assert_ends(launches[1], 2, f"megatron_edit: {cause}")
+    assert_ends(launches[1], 2, f"megatron_edit: {cause}", within=60)
     assert_ends(launches[0], 2, f"megatron_edit: replica 1 on {socket.gethostname()}: {cause}")
 
 
@@ -136,4 +140,5 @@ def test_name_that_leads_to_the_loopback_is_named(tmp_path: Path) -> None:
             launches.append(Launch(process, log))
         cause = "node0: gloo listens on 127.0.1.1 (where the machine's name leads): other machines"
         for launch in launches:
-            assert_ends(launch, 2, cause, f"; export GLOO_SOCKET_IFNAME={INTERFACE} there")
+            remedy = f"; export GLOO_SOCKET_IFNAME={INTERFACE} there"
+            assert_ends(launch, 2, cause, remedy, within=60)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import make_support_doc
 import pytest
 import support_runs
-from support_runs import code_hash, probe
+from support_runs import Failed, Numbers, code_hash, probe
 
-from megatron_edit.host.seams.probes import PROBES
+from megatron_edit.host.seams import probes
+from megatron_edit.host.seams.probes import OLDER_PACKAGES, PROBES, Probe
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.patch import LINE
 from megatron_edit.versions import RELEASES, Release
@@ -84,6 +87,42 @@ def test_hash_of_code_ignores_what_does_not_run(tmp_path: Path) -> None:
     file.rename(file.with_name("b.py"))
     hashes.append(code_hash(tmp_path))
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+def test_numbers_that_differ_fail() -> None:
+    """Would catch a row that says yes for other numbers, or because there were none."""
+    norms = [{1: 3.0, 2: 4.0}]
+    good = Numbers({1: 1.0, 2: 2.0}, norms, ("a", "b"))
+    good.check_equal(Numbers(good.losses, norms, ("0", "a", "b")))
+    good.check_close(Numbers({1: 1.0, 2: 2.0 + 1e-6}, norms))
+    for other in (
+        Numbers({1: 1.0, 2: 2.1}, norms, ("a", "b")),
+        Numbers(good.losses, norms, ("a",)),
+    ):
+        with pytest.raises(Failed):
+            good.check_equal(other)
+    for losses, others in (
+        ({1: 1.0, 2: 2.1}, norms), (good.losses, [{1: 3.0, 2: 4.1}]), (good.losses, [{1: 3.0}]),
+        ({1: 1.0}, norms),
+    ):  # fmt: skip
+        with pytest.raises(Failed):
+            good.check_close(Numbers(losses, others))
+    without = Numbers(good.losses, [])
+    with pytest.raises(Failed):
+        without.check_equal(good)
+    with pytest.raises(Failed):
+        without.check_close(good)
+
+
+def test_packages_of_older_releases_are_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone that lacks one is refused with a line that names the extra."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    packages = extras["optional-dependencies"]["older-megatron"]
+    assert {re.split(r"[>=]", name)[0] for name in packages} == set(OLDER_PACKAGES)
+    monkeypatch.setitem(sys.modules, "six", None)
+    monkeypatch.setattr(probes, "PROBES", [Probe("six", "PY3")])
+    ((_, why),) = probes.failed_probes().items()
+    assert "imports the package six" in why and "megatron_edit[older-megatron]" in why
 
 
 def test_clones_are_made_from_a_git_directory(
