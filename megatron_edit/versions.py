@@ -38,7 +38,7 @@ RELEASES = (
 
 
 # Also in pyproject.toml.
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 8)
 
 
 def check_torch(version: str) -> None:

@@ -4,14 +4,12 @@
 #   scripts/test_torch.sh [VERSION [pytest arguments]]
 #
 # VERSION defaults to 2.11.0. The environment is .venv-torch-VERSION in the repository: some
-# gigabytes, made once. Without pytest arguments: tests/pure, tests/distributed, tests/host. With
-# torch 2.6 on a machine without a GPU, uninstall its triton there: Megatron's kernels query it for a
-# device on import. The gloo of torch 2.6 takes twice the configured time to time out.
+# gigabytes, made once. Without pytest arguments: tests/pure, tests/distributed, tests/host.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case "${1:-}" in
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
 esac
 version=${1:-2.11.0}
 shift || true

@@ -49,7 +49,9 @@ def prepare_cpu() -> None:
     empty: Any = {name: _Empty(name, (), {"__spec__": ModuleSpec(name, None), "__path__": []})
                   for name in missing}  # fmt: skip
     sys.modules.update(empty)
-    for name in _OF_BRIDGE:
-        importlib.import_module(f"megatron.{name}")
-    for name in missing:
-        del sys.modules[name]
+    try:
+        for name in _OF_BRIDGE:
+            importlib.import_module(f"megatron.{name}")
+    finally:
+        for name in missing:
+            del sys.modules[name]

@@ -351,7 +351,7 @@ class Group:
         if self.runs_in_order:
             if self.is_own and self.process_group is not None:
                 own, self.process_group = self.process_group, None
-                (own.shutdown if hasattr(own, "shutdown") else own._shutdown)()  # torch 2.6
+                own.shutdown()
             return
         self.process_group, self.phases = None, ()
         self._unreaped.clear()

@@ -101,14 +101,27 @@ def reach[T](
         except OSError as error:
             if not wait.pause(error.strerror or str(error)):
                 raise
+    return answered(
+        open_store,
+        lambda: f"{_listener(host, port)} accepts connections, and has not answered as {what}",
+    )
+
+
+def answered[T](open_store: Callable[[], T], why: Callable[[], str]) -> T:
+    """Open a store, to which something accepts connections.
+
+    Args:
+        open_store: connects to it.
+        why: says what does not answer.
+
+    Raises:
+        TimeoutError: it does not answer in time.
+    """
     until = time.monotonic() + ANSWER_SECONDS
 
     def check() -> None:
         if time.monotonic() > until:
-            raise TimeoutError(
-                f"{_listener(host, port)} accepts connections, and has not answered as {what} "
-                f"within {ANSWER_SECONDS:g} s"
-            )
+            raise TimeoutError(f"{why()} within {ANSWER_SECONDS:g} s")
 
     return in_thread(open_store, check)
 

@@ -33,6 +33,7 @@ from megatron_edit.flags import flag
 
 _STATE, _BEGUN = "start", "begun"
 _NOTE, _NUMBER, _WATCH = "ended", "replicas", "watch"
+_LOOK = "look at its last output"
 _STAY_SECONDS = 4.0  # for which the host of the store stays until the other ranks have checked
 
 
@@ -56,6 +57,7 @@ class LaunchRegistry:
     def __init__(self, shared: dist.Store, own: dist.Store, placement: Placement) -> None:
         self._shared, self._own, self._place = shared, own, placement
         self._connection: socket.socket | None = None
+        self._has_begun = False
 
     def register(self, timeout: timedelta) -> None:
         """Claim this launch's replica id. Blocks: until rank 0 of the launch has claimed it.
@@ -77,20 +79,27 @@ class LaunchRegistry:
 
         Raises:
             UsageError: they are, or one has ended with exit code 2.
-            ReplicaLostError: one has ended otherwise.
+            ReplicaLostError: one has ended otherwise, or the store is gone.
         """
+        try:
+            self._check()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            lost = ReplicaLostError(f"the store of replica 0 is gone ({reason}); {_LOOK}")
+            lost.lost = [0]
+            raise lost from error
+
+    def _check(self) -> None:
         if self._shared.check([_NOTE]):
             replica, code, reason = json.loads(self._shared.get(_NOTE))
             host = self._shared.get(launch_key(replica)).decode().partition(" ")[0]
             if code == UsageError.exit_code:
                 value, rule, remedy = reason
                 raise UsageError(f"replica {replica} on {host}: {value}", rule, remedy)
-            error = ReplicaLostError(
-                f"replica {replica} on {host} has ended: {reason}; look at its last output"
-            )
+            error = ReplicaLostError(f"replica {replica} on {host} has ended: {reason}; {_LOOK}")
             error.lost = [replica]
             raise error
-        if self._shared.check([_STATE]):
+        if not self._has_begun and self._shared.check([_STATE]):
             self._raise(self._shared.get(_STATE).decode())
 
     def begin(self) -> None:
@@ -100,27 +109,29 @@ class LaunchRegistry:
             UsageError: a launch has refused it before; then on every rank.
         """
         self._raise(self._shared.compare_set(_STATE, "", _BEGUN).decode())
+        self._has_begun = True
 
     def end(self, error: BaseException | None) -> None:
         """Tell the other launches how this process ends.
 
-        Blocks: the host, some seconds if it fails and may host the store.
+        Blocks: some seconds if it fails, as it may host the store, or the store does not answer.
 
         Args:
             error: that ends it; None if there is none.
         """
         code, reason = outcome_of(error)
-        with suppress(RuntimeError, OSError):  # store and replica 0 may be gone
-            if not code:
+        if not code:
+            with suppress(OSError):  # replica 0 may be gone
                 if self._connection is not None:
                     self._connection.sendall(b"1")
-                return
-            parts = None
-            if isinstance(error, UsageError):
-                parts = [error.value, error.rule, error.remedy]
-            self._note(self._place.replica, code, parts or reason)
-            if self._place.replica == 0:
-                time.sleep(_STAY_SECONDS)
+            return
+        parts = None
+        if isinstance(error, UsageError):
+            parts = [error.value, error.rule, error.remedy]
+        # A store whose process is stopped would never answer.
+        self._start(self._note, self._place.replica, code, parts or reason).join(_STAY_SECONDS)
+        if self._place.replica == 0:
+            time.sleep(_STAY_SECONDS)
 
     def watch_launches(self) -> None:
         """Let replica 0 notice the end of the others. Only on the first rank of replica 0."""
@@ -129,7 +140,8 @@ class LaunchRegistry:
         server = socket.create_server((host, 0), family=family, dualstack_ipv6=has_both)
         token = secrets.token_hex(8)
         self._start(self._accept, server, token)
-        self._shared.set(_WATCH, f"{server.getsockname()[1]} {token}")
+        # One launch too many, with this id, must not take the place of another.
+        self._shared.compare_set(_WATCH, "", f"{server.getsockname()[1]} {token}")
 
     def be_watched(self, host: str) -> None:
         """Connect to the first rank of replica 0, which notices the end of this process.
@@ -144,8 +156,10 @@ class LaunchRegistry:
             self._connection = socket.create_connection((host, int(port)), ATTEMPT_SECONDS)
             self._connection.sendall(f"{token} {self._place.replica}\n".encode())
 
-    def _start(self, target: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=target, args=args, name="edit-launches", daemon=True).start()
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, name="edit-launches", daemon=True)
+        thread.start()
+        return thread
 
     def _accept(self, server: socket.socket, token: str) -> None:
         while True:
@@ -158,7 +172,7 @@ class LaunchRegistry:
         for name, value in KEEPALIVE.items():
             with suppress(AttributeError, OSError):  # not on all systems
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        with connection, suppress(RuntimeError, ValueError):
+        with connection, suppress(ValueError):
             with suppress(OSError):
                 stream = connection.makefile("rb")
                 words = stream.readline(64).decode().split()
@@ -170,7 +184,8 @@ class LaunchRegistry:
             self._note(replica, ReplicaLostError.exit_code, "it was killed, or its machine is lost")
 
     def _note(self, replica: int, code: int, reason: object) -> None:
-        self._shared.compare_set(_NOTE, "", json.dumps([replica, code, reason]))
+        with suppress(RuntimeError):  # the store may be gone
+            self._shared.compare_set(_NOTE, "", json.dumps([replica, code, reason]))
 
     def _refusal(self) -> str:
         """Claim the id; return an empty string on success, else the error as JSON."""

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_edit.comm.first_contact import Wait, in_thread, reach
+from megatron_edit.comm.first_contact import Wait, answered, in_thread, reach
 from megatron_edit.comm.hosts import Arrangement, arrange, read_placement
 from megatron_edit.comm.interfaces import why_unreachable
 from megatron_edit.comm.placement import Placement
@@ -448,6 +448,11 @@ def _client(host: str, port: int) -> dist.Store:
     return dist.TCPStore(host, port, None, False, JOIN_TIMEOUT, wait_for_workers=False)
 
 
+def _server(host: str, port: int) -> dist.Store:
+    """Start a store. Blocks: until it answers at this address, which may be another machine's."""
+    return dist.TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False)
+
+
 def _reason(error: OSError | RuntimeError) -> str:
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
@@ -458,7 +463,8 @@ def _rendezvous_store(
     is_host, place = placement.global_rank == 0, endpoint_text(host, port)
     try:
         if is_host:
-            return dist.TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False)
+            why = "it does not answer at this address, which may be another machine's,"
+            return answered(lambda: _server(host, port), lambda: why)
         wait = Wait(f"replica 0 at {place}", _JOIN_SECONDS, say)
         return reach(host, port, lambda: _client(host, port), wait, "replica 0")
     except (OSError, RuntimeError) as error:

@@ -57,7 +57,8 @@ class Host(Protocol):
 
     @property
     def update_error(self) -> float:
-        """Relative rounding error of an update of the inner optimizer."""
+        """Rounding error of an element's update by the inner optimizer, at the largest rate of the
+        schedule."""
 
     def gradient_shards(self) -> Iterable[Tensor]:
         """The reduced gradients that this rank's optimizer reads, as flat views to be mutated; as

@@ -91,7 +91,6 @@ REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
 _SENTENCES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 NEEDED: tuple[tuple[str, object, str, str], ...] = (
     ("wandb_project", None, "wandb", "drop the flag"),
-    ("tensorboard_dir", None, "tensorboard", "drop the flag"),
     ("enable_ft_package", True, "nvidia_resiliency_ext", "drop the flag"),
     ("tokenizer_type", "HuggingFaceTokenizer", "transformers", "use another tokenizer"),
     ("tokenizer_type", "TikTokenizer", "tiktoken", "use another tokenizer"),
@@ -163,7 +162,7 @@ def _check_packages(args: Namespace) -> None:
     """Refuse arguments that need a package that is not installed here."""
     for name, needing, module, remedy in NEEDED:
         value = getattr(args, name, None)
-        if not _is_refused(value, needing) or module in sys.modules or find_spec(module):
+        if not _is_refused(value, needing) or _is_installed(module):
             continue
         if name == "async_strategy" and not (args.async_save and args.use_persistent_ckpt_worker):
             continue  # Megatron then saves synchronously
@@ -173,6 +172,13 @@ def _check_packages(args: Namespace) -> None:
             f"needs the package {package}, which is not installed",
             f"pip install {package}, or {remedy}",
         )
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None  # else a folder, as `wandb` writes one
 
 
 def check_validated(args: Namespace) -> None:

@@ -21,7 +21,7 @@ from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_
 
 
 def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
-    """Refuse a path at which no writable folder can be made. What it makes it removes again.
+    """Refuse a path at which no writable folder can be made. Leaves nothing behind.
 
     Args:
         flag: flag that names the folder.
@@ -57,8 +57,6 @@ def check_data(args: Namespace, provider: object) -> CorpusReport | None:
     """
     if not reads_indexed_corpus(provider):
         return None
-    if args.data_cache_path and not args.mock_data:
-        check_folder("--data-cache-path", args.data_cache_path)
     return check_corpus(args)
 
 

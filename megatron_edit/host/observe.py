@@ -229,6 +229,9 @@ class Observer:
             forward_step: of the script.
             counts: the denominators of the losses that it reports are added to these, by name.
         """
+        from megatron.training import get_args
+
+        is_sft = getattr(get_args(), "sft", False)
 
         @wraps(forward_step)
         def counted(*args: P.args, **kwargs: P.kwargs) -> ForwardStep:
@@ -237,10 +240,13 @@ class Observer:
 
             def weighed(*values: object, **options: object) -> object:
                 found = loss_func(*values, **options)
-                if isinstance(found, tuple):  # else it is no loss
+                # Else these are other values that a script collects.
+                if isinstance(found, tuple) and isinstance(found[-1], dict):
                     for name, loss in found[-1].items():
-                        # Either a sum and its number of tokens, or a mean.
-                        count = loss.view(-1)[1] if loss.numel() == 2 else torch.ones(())
+                        # A sum and its number of tokens, whose mean Megatron takes over all of them
+                        # or with --sft over micro-batches; or a mean.
+                        is_weighed = loss.numel() == 2 and not is_sft
+                        count = loss.view(-1)[1] if is_weighed else torch.ones(())
                         counts[name] = counts.get(name, 0.0) + count.double()
                 return found
 

@@ -57,7 +57,16 @@ class FullSampler:
 
     def __len__(self) -> int:
         """Return the number of iterations, which Megatron takes for `--eval-iters`."""
-        return -(-self.num_samples // (self.micro_batch * self.micro_batches * self.ranks))
+        return -(-self.num_samples // self._batch)
+
+    @property
+    def num_filled(self) -> int:
+        """Places after the last sample."""
+        return len(self) * self._batch - self.num_samples
+
+    @property
+    def _batch(self) -> int:
+        return self.micro_batch * self.micro_batches * self.ranks
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each batch; those beyond the last sample fill the last ones."""
@@ -89,7 +98,7 @@ def full_loader(
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_data_parallel_rank(),
     )
-    first = samples[0]
+    first = samples[0] if sampler.num_filled else {_MASK: None}
     if not isinstance(first, Mapping) or _MASK not in first:
         raise UsageError(
             f"--full-validation with data set {type(samples).__name__}",

@@ -64,20 +64,18 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def rounding_bound(theta: Tensor, steps: int, lr: float, update_error: float) -> Tensor:
+def rounding_bound(theta: Tensor, steps: int, update_error: float) -> Tensor:
     """Differences that rounding explains between replicas that have applied the same gradients.
 
-    In each step a replica rounds the parameter to fp32, and its update, of the size of the learning
-    rate, with a relative error of `update_error`. The differences add up, and do not grow by
-    themselves, as all replicas apply the same averaged gradients.
+    In each step a replica rounds the parameter to fp32, and its update. The differences add up, and
+    do not grow by themselves, as all replicas apply the same averaged gradients.
 
     Args:
         theta: parameters of one of the replicas, fp32.
         steps: since the replicas were equal.
-        lr: learning rate.
-        update_error: relative error of an update.
+        update_error: rounding error of an element's update.
 
     Returns:
         Absolute differences, like `theta`.
     """
-    return steps * (torch.finfo(torch.float32).eps * theta.abs() + update_error * lr)
+    return steps * (torch.finfo(torch.float32).eps * theta.abs() + update_error)

@@ -51,7 +51,7 @@ class ToyHost:
     """Units as flat tensors, two parameters each where they are long enough.
 
     Attributes:
-        update_error: relative rounding error of an inner update.
+        update_error: rounding error of an inner update, at most.
         lr: learning rate of the inner optimizer in the step being attempted.
         next_lr: learning rate in the step after it.
         pending_schedule: samples by which the schedule advances after the step.

@@ -261,6 +261,25 @@ def test_evaluation_losses_are_averaged_over_replicas() -> None:
     assert losses["lm loss"] == 1.5  # by tokens; a replica without any is left out
 
 
+@pytest.mark.parametrize("sft", [False, True])
+def test_evaluation_counts_what_its_losses_are_means_of(
+    monkeypatch: pytest.MonkeyPatch, sft: bool
+) -> None:
+    """Tokens, or micro-batches with `--sft` and for losses without a count. Would catch a replica
+    with short texts that counts less than in stock Megatron, and a script's other values."""
+    from megatron_edit.host.observe import Observer
+
+    monkeypatch.setattr("megatron.training.get_args", lambda: anything(sft=sft))
+    observer: Any = Observer(*[anything() for _ in range(5)])
+    observer._engine = anything(count_evaluation_batch=int)
+    found: Any = (0.0, 5, {"lm loss": torch.tensor([9.0, 5.0]), "aux": torch.tensor(1.0)})
+    counts: dict[str, Any] = {}
+    step = observer._counting(lambda: (None, lambda given: given), counts)
+    for given in (found, found, (0.0, 5), [1, 2]):
+        step()[1](given)
+    assert counts == {"lm loss": 2.0 if sft else 10.0, "aux": 2.0}
+
+
 def test_router_biases_are_found_by_kind() -> None:
     """All are exchanged at a sync; quantile biases and token counts also in the warm-up."""
     weights: list[Any] = [object(), object(), object()]

@@ -78,7 +78,7 @@ def test_error_of_an_update_is_that_of_its_coarsest_type(
         {"optimizer": "adam", "use_precision_aware_optimizer": "optimizer" not in settings}
         | settings
     )
-    assert host.update_error == error
+    assert host.update_error == 2 * error
 
 
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:

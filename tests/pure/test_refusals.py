@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from datetime import timedelta
 from enum import Enum
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,19 +144,22 @@ def test_quantized_parameters_are_accepted_or_refused(
 def test_flags_that_need_absent_packages_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object, module: str, remedy: str
 ) -> None:
-    """The line names flag, package and remedy. Would catch a traceback on one rank, hours later."""
+    """The line names flag, package and remedy. Would catch a traceback on one rank, hours later,
+    and a folder of this name that is taken for the package."""
     given = {name: "name" if value is None else value, "wandb_exp_name": "a run"}
     saves = {"async_save": True, "use_persistent_ckpt_worker": True}
     config, place = EditConfig(use_edit=True, num_replicas=2), Placement(2, 0, 1, 0, True)
     monkeypatch.setattr("megatron_edit.host.arguments.sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr("megatron_edit.host.arguments.find_spec", lambda name: True)
+    find_spec, package = "megatron_edit.host.arguments.find_spec", module.replace("_", "-")
+    monkeypatch.setattr(find_spec, lambda name: ModuleSpec(name, None, origin="there"))
     check_arguments(arguments(**given, **saves), place, config)
-    monkeypatch.setattr("megatron_edit.host.arguments.find_spec", lambda name: None)
-    with pytest.raises(UsageError) as caught:
-        check_arguments(arguments(**given, **saves), place, config)
-    text, package = str(caught.value), module.replace("_", "-")
-    assert text.startswith(f"--{name.replace('_', '-')}") and text.endswith(f"or {remedy}")
-    assert f"needs the package {package}, " in text and f"; pip install {package}" in text
+    for spec in (None, ModuleSpec(module, None)):
+        monkeypatch.setattr(find_spec, lambda name, spec=spec: spec)
+        with pytest.raises(UsageError) as caught:
+            check_arguments(arguments(**given, **saves), place, config)
+        text = str(caught.value)
+        assert text.startswith(f"--{name.replace('_', '-')}") and text.endswith(f"or {remedy}")
+        assert f"needs the package {package}, " in text and f"; pip install {package}" in text
     check_arguments(arguments(async_strategy="nvrx", async_save=False), place, config)
 
 

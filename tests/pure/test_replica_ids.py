@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -174,6 +176,33 @@ def test_launch_that_fails_is_named_by_those_that_wait(
     with pytest.raises(kind):
         first.begin_training()
         first.wait_for("later", TIME)
+
+
+@pytest.mark.parametrize("error", [None, ReplicaLostError("lost")])
+def test_end_does_not_wait_for_a_store_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, error: ReplicaLostError | None
+) -> None:
+    """Would catch a process that has failed and never exits."""
+    _, second = launches_of_two()
+    assert second.registry is not None
+    monkeypatch.setattr(
+        second.registry, "_shared", SimpleNamespace(compare_set=lambda *_: time.sleep(30))
+    )
+    start = time.monotonic()
+    second.leave(error)
+    assert time.monotonic() - start < 10
+
+
+def test_lost_store_is_replica_0_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a traceback on the others where replica 0 is killed."""
+
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer\nframe 0")
+
+    _, second = launches_of_two()
+    monkeypatch.setattr(second.registry, "_shared", SimpleNamespace(check=fail))
+    with pytest.raises(ReplicaLostError, match=r"replica 0 is gone \(Connection reset by peer\);"):
+        second.watched(threading.Event().wait)
 
 
 @pytest.mark.parametrize("is_orderly", [False, True])

@@ -145,6 +145,18 @@ def test_web_server_at_the_rendezvous_is_named() -> None:
     assert f"a web server at {place} accepts connections, and has not" in str(refusal.value)
 
 
+def test_replica_0_with_the_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store listens here, and its own client tries to reach it there. Would catch ten minutes
+    without a line."""
+    monkeypatch.setattr(worlds, "JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(first_contact, "ATTEMPT_SECONDS", 0.1)
+    place = f"192.0.2.1:{free_ports(1)[0]}"  # of no machine (RFC 5737)
+    with pytest.raises(UsageError) as refusal:
+        worlds.join(Placement(2, 0, 1, 0, False), rendezvous=place, timeout_seconds=None)
+    assert str(refusal.value).startswith(f"--edit-rendezvous {place}: replica 0 on ")
+    assert "could not listen on it (" in str(refusal.value)
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_store_of_a_launch_that_cannot_be_reached_is_named(
     rank: str, monkeypatch: pytest.MonkeyPatch

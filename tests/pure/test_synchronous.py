@@ -132,13 +132,12 @@ def test_all_start_from_replica_0() -> None:
         assert host.buffer.item() == 0.0
 
 
-def end_warm_up(hosts: list[Any], steps: int, **settings: float) -> list[str]:
+def end_warm_up(hosts: list[Any], steps: int, update_error: float = 0.0) -> list[str]:
     """Call `broadcast_if_different` on all replicas; returns the messages."""
     groups, messages = replicas(len(hosts)), list[str]()
     reporter = anything(on_message=lambda text: messages.append(text))
     for host in hosts:
-        host.progress = lambda: anything(inner_lr=settings.get("lr", 0.0))
-        host.update_error = settings.get("error", 1e-6)
+        host.update_error = update_error
     run_in_threads(
         [
             lambda r=r: broadcast_if_different(hosts[r], groups[r], reporter, steps)  # type: ignore[misc]
@@ -160,24 +159,24 @@ def test_rounding_differences_are_removed_after_warm_up(last: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "steps", "lr", "found"),
+    ("values", "steps", "error", "found"),
     [
         ((2.0, 2.0 + 2.0**-21), 1, 0.0, "4.8e-07, and rounding explains at most 2.4e-07"),
         ((2.0, 2.0 + 2.0**-21), 2, 0.0, None),
-        ((0.0, 1e-9), 1, 1e-3, None),  # an update rounds, too
-        ((0.0, 2e-9), 1, 1e-3, "2.0e-09, and rounding explains at most 1.0e-09"),
+        ((0.0, 1e-9), 1, 1e-9, None),  # an update rounds, too
+        ((0.0, 2e-9), 1, 1e-9, "2.0e-09, and rounding explains at most 1.0e-09"),
         ((2.0, math.nan), 9, 0.0, "inf"),
         ((math.inf, math.inf), 1, 0.0, None),
     ],
 )
 def test_larger_differences_after_warm_up_are_drift(
-    values: tuple[float, float], steps: int, lr: float, found: str | None
+    values: tuple[float, float], steps: int, error: float, found: str | None
 ) -> None:
     """Would catch a warm-up that did not average, and whose end repairs that in silence."""
     hosts = [host_of([1.0, value], []) for value in (values[0], *values)]
     if found is None:
-        end_warm_up(hosts, steps, lr=lr)
+        end_warm_up(hosts, steps, error)
         return
     with pytest.raises(DriftError, match=f"in unit a by {found}"):
-        end_warm_up(hosts, steps, lr=lr)
+        end_warm_up(hosts, steps, error)
     assert [host.main[1].item() for host in hosts[:2]] == [values[0]] * 2

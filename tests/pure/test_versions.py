@@ -20,14 +20,14 @@ from tests.harness.launch import REPOSITORY
 
 
 @pytest.mark.parametrize(
-    "version", ["2.6.0", "2.6.0a0+ecf3bae40a.nv25.1", "2.13.0+cpu", "2.13.0a0+x.nv26.9", "3.0"]
+    "version", ["2.8.0", "2.8.0a0+5228986c39.nv25.5", "2.13.0+cpu", "2.13.0a0+x.nv26.9", "3.0"]
 )
 def test_supported_torch_versions_are_accepted(version: str) -> None:
     """Catches a refused NVIDIA container, whose torch is a pre-release by PEP 440."""
     check_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "1.13.0", "2.5.0a0+x.nv24.10", "nightly"])
+@pytest.mark.parametrize("version", ["2.7.1", "1.13.0", "2.7.0a0+x.nv25.3", "nightly"])
 def test_unsupported_torch_versions_are_refused(version: str) -> None:
     with pytest.raises(HostVersionError, match=f"torch {re.escape(version)}: "):
         check_torch(version)

@@ -103,7 +103,7 @@ def _worst_difference(host: Host, groups: EngineGroups, steps: int) -> list[floa
     Returns:
         The difference divided by its bound, the difference, the bound, and the unit's position.
     """
-    sync, lr = groups.sync, host.progress().inner_lr
+    sync = groups.sync
     rows = [torch.zeros(4, device=sync.device)]
     for shard in host.plan.shards:
         first = _of_first_replica(shard, sync)
@@ -112,7 +112,7 @@ def _worst_difference(host: Host, groups: EngineGroups, steps: int) -> list[floa
             continue
         is_equal = (mine == first) | (mine.isnan() & first.isnan())
         difference = (mine - first).abs().masked_fill(is_equal, 0.0).nan_to_num(nan=math.inf)
-        bound = rounding_bound(first, steps, lr, host.update_error)
+        bound = rounding_bound(first, steps, host.update_error)
         excess = (difference / bound).nan_to_num(nan=math.inf).masked_fill(is_equal, 0.0)
         worst = excess.argmax()
         index = torch.tensor(float(shard.index), device=sync.device)

@@ -49,10 +49,10 @@ def check_rates(path: Path, args: Namespace, schedule: Mapping[str, object]) -> 
     common = _common_state(path)
     if "opt_param_scheduler" not in common:
         return
-    saved = {**vars(common["args"]), **common["opt_param_scheduler"]}
+    saved = {**vars(common.get("args", Namespace())), **common["opt_param_scheduler"]}
     mine = {**vars(args), **schedule}
     for name, words in _SCHEDULE_FLAGS.items():
-        if name in saved and saved[name] != mine[name]:
+        if name in saved and name in mine and saved[name] != mine[name]:
             raise UsageError(
                 f"{words} ({name} {mine[name]})",
                 f"{path} was saved with {saved[name]}",

@@ -31,6 +31,7 @@ class _Caller(Protocol):
     """Of `PersistentAsyncCaller`; its queues have other names in megatron-core 0.16."""
 
     process: BaseProcess | None
+    cur_item: int | None
 
 
 class _Results(Protocol):
@@ -48,21 +49,22 @@ class _Completions:
     """Replaces the queue on which workers report that a save is done.
 
     Attributes:
+        queues: of the workers so far, in this order; some items may not be read yet.
         num_failed: saves of an ended worker that are not reported yet.
-        of_next: what reports further ones.
     """
 
+    queues: list[_Results]
     num_failed: int = 0
-    of_next: _Results | None = None
 
     def get_nowait(self) -> object:
         """Return the number of some save."""
         if self.num_failed:
             self.num_failed -= 1
             return -1
-        if self.of_next is None:
-            raise Empty
-        return self.of_next.get_nowait()
+        for queue in self.queues:
+            with suppress(Empty):
+                return queue.get_nowait()
+        raise Empty
 
 
 class WorkerWatch:
@@ -98,24 +100,26 @@ class WorkerWatch:
     ) -> Callable[[_Caller, T], None]:
         @wraps(schedule)
         def scheduled(caller: _Caller, request: T) -> None:
-            process, failed = _process_of(caller), _Completions()
+            process, earlier = _process_of(caller), None
             owner, prefix = _place_of(caller)
             if process is not None and not process.is_alive():
                 with self._lock:
                     _release(caller, f"the process that writes checkpoints ({process.pid}) ended")
-                    failed = getattr(owner, f"{prefix}comp_q")
+                    earlier = getattr(owner, f"{prefix}comp_q")
                     if prefix:  # else the constructor makes the queues
                         setattr(owner, f"{prefix}process", None)
+                    done = caller.cur_item  # a save that is not done yet on other ranks
                     type(caller).__init__(caller)
+                    caller.cur_item = done
                 process = None
             if process is None or process is not self._followed:
                 threading.Thread(
                     target=self._follow, args=(caller,), name="edit-worker", daemon=True
                 ).start()
             schedule(caller, request)
-            if failed.num_failed:  # reported before those of the new worker
-                failed.of_next = getattr(owner, f"{prefix}comp_q")
-                setattr(owner, f"{prefix}comp_q", failed)
+            if earlier is not None:  # reported before those of the new worker
+                earlier.queues.append(getattr(owner, f"{prefix}comp_q"))
+                setattr(owner, f"{prefix}comp_q", earlier)
 
         return scheduled
 
@@ -177,8 +181,7 @@ def _release(caller: _Caller, text: str) -> None:
     _finish_all(staged)
     completions = getattr(owner, f"{prefix}comp_q")
     if not isinstance(completions, _Completions):
-        completions = _Completions(of_next=completions)  # some may not be read yet
-        drop_results()
+        completions = _Completions([completions])
     if (results := _results()) is not None:
         with suppress(*_GONE):
             for _ in range(unfinished):
@@ -198,11 +201,11 @@ def _finish_all(queue: JoinableQueue[object]) -> int:
     return finished
 
 
-def drop_results() -> None:
-    """Remove the results of writing that no save will fetch."""
+def drop_results(num_results: int) -> None:
+    """Remove the results of writing that a failed save will not fetch."""
     if (results := _results()) is not None:
         with suppress(Empty, *_GONE):
-            while True:
+            for _ in range(num_results):
                 results.get_nowait()
 
 

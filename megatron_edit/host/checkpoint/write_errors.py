@@ -44,10 +44,12 @@ class SaveRecord:
     Attributes:
         errors: one line each.
         num_bytes: to be written by this rank, as far as Megatron's writer reports it.
+        num_results: of writers of this rank, not fetched yet.
     """
 
     errors: list[str] = field(default_factory=list)
     num_bytes: int = 0
+    num_results: int = 0
 
 
 class WriteErrors:
@@ -68,6 +70,7 @@ class WriteErrors:
         writer = filesystem_async.FileSystemWriterAsync
         patcher.wrap(writer, "get_save_function_and_args", self._with_queued_errors)
         patcher.wrap(writer, "write_preloaded_data", _with_recorded_exception)
+        patcher.wrap(writer, "retrieve_write_results", self._counting_results)
         patcher.wrap(writer, "finish", self._recording_write)
         patcher.wrap(serialization, "save_config", self._recording_write)
         if hasattr(serialization, "save_integrity_manifest"):  # megatron-core 0.19
@@ -104,7 +107,16 @@ class WriteErrors:
             for function in functions:
                 function()
         if record.errors:  # later parts of this save have left theirs
-            drop_results()
+            drop_results(record.num_results)
+
+    def _counting_results(self, retrieve: Callable[..., object]) -> Callable[..., object]:
+        @wraps(retrieve)
+        def counted(writer: CheckpointFileWriter) -> object:
+            if self._record is not None:
+                self._record.num_results -= 1
+            return retrieve(writer)
+
+        return counted
 
     def _recording_write[**P](self, write: Callable[P, None]) -> Callable[P, None]:
         """Wrap a write by a single rank, between two collectives."""
@@ -131,6 +143,7 @@ class WriteErrors:
             write, preload, arguments = prepare(writer)
             if self._record is not None:
                 self._record.num_bytes += _size_of(writer)
+                self._record.num_results += write is not None
             return None if write is None else partial(_write, write), preload, arguments
 
         return prepared

@@ -213,9 +213,19 @@ class TrainingCounters:
             next_meeting_without_step=next_meeting_without_step,
         )
 
+    def peak_rate(self, optimizers: Iterable[InnerOptimizer]) -> float:
+        """Return the largest learning rate of the optimizers' groups at the schedule's peak."""
+        return peak_rate(optimizers, self._scheduler)
+
     def advance_schedule(self, samples: int) -> None:
         """Move Megatron's learning-rate schedule forward by `samples` of all replicas."""
         self._scheduler.step(increment=samples)
+
+
+def peak_rate(optimizers: Iterable[InnerOptimizer], scheduler: ParamScheduler) -> float:
+    """Return the largest learning rate of all parameter groups at the schedule's peak."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return max((float(group.get("max_lr", scheduler.max_lr)) for group in groups), default=0.0)
 
 
 def rate_at(
@@ -233,9 +243,9 @@ def rate_at(
         position: position in samples of all replicas.
         is_peak: during the schedule's warm-up return its peak (method section 6).
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if is_peak and position <= scheduler.lr_warmup_steps:
-        return max((float(group.get("max_lr", scheduler.max_lr)) for group in groups), default=0.0)
+        return peak_rate(optimizers, scheduler)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     kept, scheduler.num_steps = scheduler.num_steps, position
     try:
         return max((float(scheduler.get_lr(group)) for group in groups), default=0.0)

@@ -108,14 +108,16 @@ class MegatronHost:
 
     @property
     def update_error(self) -> float:
-        """Relative rounding error of an update of the inner optimizer: of the coarsest type that it
-        computes or keeps moments in; in fp32 16 roundings, as errors of the moments last."""
+        """Rounding error of an element's update by the inner optimizer, whose size is the learning
+        rate: of the coarsest type that it computes or keeps moments in; in fp32 16 roundings, as
+        errors of the moments last. At the schedule's peak, as the rate may have decayed since."""
         coarse = [torch.bfloat16] if self._args.optimizer == MUON else []
         if getattr(self._args, "use_precision_aware_optimizer", False):
             coarse += [self._args.exp_avg_dtype, self._args.exp_avg_sq_dtype]
         fp8 = torch.float8_e4m3fn  # Megatron keeps it as bytes
         errors: list[float] = [torch.finfo(fp8 if d == torch.uint8 else d).eps for d in coarse]
-        return max([16 * float(torch.finfo(torch.float32).eps), *errors])
+        relative = max([16 * float(torch.finfo(torch.float32).eps), *errors])
+        return relative * self.counters.peak_rate(self._inner)
 
     @property
     def copy_index(self) -> int | None:
