@@ -55,9 +55,10 @@ def why_unreachable() -> tuple[str, str] | None:
     there = interfaces()
     remedy = f"export {GLOO_INTERFACE}={(outer_interfaces(there) or ['eth0'])[0]} there"
     chosen = os.environ.get(GLOO_INTERFACE, "")
-    if any(name not in there for name in chosen.split(",") if name):
+    names = [name for name in chosen.split(",") if name]
+    if any(name not in there for name in names):
         return f"{GLOO_INTERFACE}={chosen} (no such interface)", remedy
-    address = own_address() if not chosen else (there[chosen.split(",")[0]] or ["::"])[0]
+    address = (there[names[0]] or ["::"])[0] if names else own_address()
     if not is_loopback(address):
         return None
     where = f"{GLOO_INTERFACE}={chosen}" if chosen else "where the machine's name leads"

@@ -26,7 +26,7 @@ from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
-# In a record, 8 MiB: a round of more steps, which training hardly makes, reports its last ones.
+# In a record, 8 MiB. A round of more steps reports the losses of its last ones.
 MAX_LOSSES = 1 << 20
 
 

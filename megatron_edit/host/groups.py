@@ -74,7 +74,8 @@ def build_groups(
         )
 
     control: Group = _control_group(world)
-    # It waits in C++ code; once the launches have met, a lost connection ends the others' waits.
+    # Forming the first group of several launches waits in C++ code, also for one that has ended.
+    # Once it is formed, a lost connection ends every wait.
     meeting: Group = world.watched(lambda: across(ON_CPU, "meeting"))
     world.begin_training()
     gathered = meeting.all_gather_json(control.all_gather_json(asdict(_rank_device(device))))
