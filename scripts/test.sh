@@ -8,7 +8,7 @@
 # machine supports it. --full: everything. --rotating: adds to the core or the system tier one of
 # eight shares of the tests marked `full`, chosen by the commit. Makes the environment first.
 #
-# Environment: MEGATRON_EDIT_TEST_JOBS  files that run in parallel, outside of tests/system
+# Environment: MEGATRON_EDIT_TEST_JOBS  files that run in parallel, where they need no quiet machine
 #                                       (default: 2)
 set -euo pipefail
 
@@ -50,9 +50,13 @@ parallel=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile)
 case " $* " in
     *" --full "* | *" -n "* | *" tests/"* | *.py*) run "$@" ;;
     *" --system "*)
-        # tests/system uses a cluster, a browser and a network lab, so it runs sequentially.
         run "${parallel[@]}" "$@" tests/pure tests/distributed tests/host
-        run "$@" tests/system
+        # The others use a cluster, a browser, a network lab or clocks: one after the other.
+        together=(tests/system/test_{docs,elastic_docs,launch,package,telemetry,setup,compare}.py
+            tests/system/test_{recipes,check_output,check_verdicts,plan_agreement}.py
+            tests/system/test_{corpus,wrong_inputs}.py)
+        run "${parallel[@]}" "$@" "${together[@]}"
+        run "$@" "${together[@]/#/--ignore=}" tests/system
         ;;
     *) run "${parallel[@]}" "$@" ;;
 esac

@@ -32,6 +32,7 @@ QUICK_SYSTEM_FILES = {
 }
 # The slowest files, which run first so that none starts last when files run in parallel.
 SLOWEST_FILES = (
+    "test_docs.py",
     "test_checkpoints.py",
     "test_resume.py",
     "test_lost_replica.py",
@@ -111,7 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_full = pytest.mark.skip(reason=NOT_CHOSEN)
     chosen = _selected_full_tests(config, items)
     no_clone = pytest.mark.skip(reason=f"needs a clone of Megatron-LM in {CLONE}")
-    is_named = any(".py" in argument for argument in config.invocation_params.args)
+    words = [word for word in config.invocation_params.args if not str(word).startswith("-")]
+    is_named = any(".py" in word for word in words)
     if not (is_named or config.getoption("--full")):
         wanted = config.getoption("--system")
         other = [item for item in items if is_system(item) != wanted]
