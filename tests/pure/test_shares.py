@@ -93,7 +93,7 @@ def test_commit_chooses_the_share(tmp_path: Path) -> None:
     run(["git", *user, "commit", "-q", "--allow-empty", "-m", "first"], tmp_path)
     commit = run(["git", "rev-parse", "HEAD"], tmp_path).strip()
     number = int(commit[:8], 16) % COUNT + 1
-    for tier, num_parts in (([], 1), (["--system"], 2)):
+    for tier, num_parts in (([], 1), (["--system"], 3)):
         (tmp_path / "calls").unlink(missing_ok=True)
         output = run([*argv, *tier], tmp_path, **env)
         assert f"full tier: share {number} of 8, chosen by commit {commit[:7]}" in output
