@@ -28,8 +28,11 @@ SCANNED_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 18
 _BLOCK = 1 << 18  # sequences of an index that are checked at a time
 _ENDINGS = (".idx", ".bin")
-_FLAGS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
-          "per_split_data_args_path")  # fmt: skip
+# Arguments of Megatron that name corpora: prefixes and weights, or a file with them.
+CORPUS_ARGUMENTS = (
+    "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
+    "per_split_data_args_path",
+)  # fmt: skip
 _REMEDY = "give the path of the two files without .idx and .bin"
 _BLEND = "must be paths, or a weight before each path"
 _SPACES = (
@@ -123,7 +126,7 @@ def _prefixes(args: Namespace) -> Iterator[str]:
     from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    given = [name for name in _FLAGS if getattr(args, name, None) is not None]
+    given = [name for name in CORPUS_ARGUMENTS if getattr(args, name, None) is not None]
     shown = ", ".join(f"{flag_of(name)} {_shown(getattr(args, name))}" for name in given)
     blend, per_split = _read(shown, lambda: get_blend_and_blend_per_split(args))
     if blend is not None and args.split is not None:
@@ -228,7 +231,7 @@ def _check_pair(args: Namespace, prefix: str, vocabulary: int | None, budget: in
 
 def _flag_with(args: Namespace, prefix: str) -> str:
     """Return the flag that names a path, in its value or in the file that is its value."""
-    given = [name for name in _FLAGS if getattr(args, name, None) is not None]
+    given = [name for name in CORPUS_ARGUMENTS if getattr(args, name, None) is not None]
     named = [name for name in given if prefix in getattr(args, name)]
     return flag_of((named or given)[0])
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
-from megatron_edit.host.corpus import is_number
+from megatron_edit.host.corpus import CORPUS_ARGUMENTS, is_number
 from megatron_edit.host.files import one_at_a_time
 from megatron_edit.host.seams.megatron import ParallelState
 from megatron_edit.host.seams.patching import Patcher
@@ -136,14 +136,19 @@ def _alone_in(folder: Path | None, world: ReplicaWorld | None) -> AbstractContex
 
 
 def _index_folder() -> Path | None:
-    """Return the folder of Megatron's indices of data sets; None where it writes none."""
+    """Return a folder for the lock of Megatron's indices of data sets, the same on all replicas
+    whose indices are; None where it writes none."""
     from megatron.training import get_args
 
     args = get_args()
     if args.data_cache_path:
         return Path(args.data_cache_path)
-    prefixes = [word for word in args.data_path or () if not is_number(word)]
-    return Path(prefixes[0]).parent / "cache" if prefixes else None
+    for name in CORPUS_ARGUMENTS:
+        value = getattr(args, name, None) or ()
+        prefixes = [value] if isinstance(value, str) else [x for x in value if not is_number(x)]
+        if prefixes:
+            return Path(prefixes[0]).parent / "cache"
+    return None
 
 
 @contextmanager

@@ -33,7 +33,6 @@ def check_values(args: Namespace) -> None:
                 f"{flag_of(name)} {value}", f"must be at least {least}", f"use {least} or more"
             )
     _require(args, "lr", "must be given", "RATE")
-    _require(args, "eval_interval", "must be given, even without evaluations", "STEPS")
     if not getattr(args, "train_iters", 1) and not getattr(args, "train_samples", None):
         rule = "the length of training must be given, and above 0"
         raise UsageError("--train-iters, --train-samples", rule, "add --train-iters STEPS")
@@ -65,11 +64,12 @@ def _require(args: Namespace, name: str, rule: str, what: str) -> None:
 
 
 def check_evaluations(args: Namespace) -> None:
-    """Refuse evaluations at which Megatron fails. Called after its validation.
+    """Refuse evaluations at which Megatron's own loop fails. Called after its validation.
 
     Raises:
         UsageError: it would.
     """
+    _require(args, "eval_interval", "must be given, even without evaluations", "STEPS")
     is_full, has_several = (getattr(args, name, False) for name in (_FULL, _SEVERAL))
     if is_full != has_several:
         given, missing = (_FULL, _SEVERAL) if is_full else (_SEVERAL, _FULL)

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
-from megatron_edit.host import corpus
+from megatron_edit.host import corpus, data
 from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_corpus
 from megatron_edit.host.files import claim_data_check
 from tests.system.check_lines import NUM_TOKENS, VOCABULARY, write_corpus
@@ -53,6 +53,28 @@ def test_path_with_a_space_in_a_list_is_explained(tmp_path: Path, blend: str) ->
     with pytest.raises(UsageError, match="a weight before each path") as refused:
         check_corpus(arguments(data_args_path=str(tmp_path / "blend")))
     assert "a file of --data-args-path cannot hold one" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ({"data_cache_path": "/cache", "data_path": ["/corpora/a"]}, "/cache"),
+        ({"data_path": ["0.3", "/corpora/a"]}, "/corpora/cache"),
+        ({"train_data_path": ["/corpora/a"], "valid_data_path": ["/others/b"]}, "/corpora/cache"),
+        ({"valid_data_path": ["1", "/others/b"]}, "/others/cache"),
+        ({"data_args_path": "/lists/a"}, "/lists/cache"),
+        ({"per_split_data_args_path": "/lists/a"}, "/lists/cache"),
+        ({"mock_data": True}, None),
+    ],
+)
+def test_indices_of_every_corpus_have_a_lock(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], folder: str | None
+) -> None:
+    """Would catch replicas of an elastic run that write the same index at the same time, and one
+    that reads it meanwhile."""
+    args = arguments(**{"data_cache_path": None, **flags})
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    assert data._index_folder() == (None if folder is None else Path(folder))
 
 
 @pytest.mark.parametrize("where", [0, NUM_TOKENS // 2, NUM_TOKENS - 1])

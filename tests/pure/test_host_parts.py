@@ -362,7 +362,6 @@ def arguments(**changes: Any) -> Namespace:
         ({"eval_global_batch_size": 7}, "--eval-global-batch-size 7"),
         ({"optimizer": "lion"}, "--optimizer lion"),
         ({"eval_interval": 0}, "--eval-interval 0: must be at least 1"),
-        ({"eval_interval": None}, "--eval-interval (not given)"),
         ({"num_workers": -1}, "--num-workers -1: must be at least 0"),
         ({"train_iters": None}, "the length of training must be given"),
         (

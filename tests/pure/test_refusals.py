@@ -232,13 +232,15 @@ def test_cuda_graph_set_by_validation_is_refused(monkeypatch: pytest.MonkeyPatch
         (SETS | {"pipeline_model_parallel_size": 3}, "more than two pipeline stages"),
         (SETS | {"virtual_pipeline_model_parallel_size": 2}, "more than two pipeline stages"),
         (SETS | {"sft": True}, "--full-validation with --sft"),
+        ({"eval_interval": None}, "--eval-interval (not given)"),
     ],
     ids=str,
 )
 def test_evaluations_that_fail_are_refused(flags: dict[str, Any], expected: str) -> None:
     """Before training: Megatron fails at the first evaluation, perhaps hours later."""
     usual: dict[str, Any] = {
-        "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None
+        "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None,
+        "eval_interval": 1000,
     }  # fmt: skip
     check_evaluations(Namespace(**usual))
     check_evaluations(Namespace(**usual, **SETS))
