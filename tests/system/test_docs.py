@@ -98,7 +98,7 @@ QUICK = {"bash scripts/quickstart.sh": "bash scripts/quickstart.sh --train-iters
 TESTS = ("-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -n 2 ")
 CHECKED = "ok: 4 replicas x 8 ranks, strategy edit"
 OF_READER = "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
-MOCK = "--tokenizer-type NullTokenizer --vocab-size 31999"
+MOCK = "--tokenizer-type NullTokenizer --vocab-size 4095"
 PAGES = {
     "README.md": Page(
         {**QUICK, "torchrun --standalone --nproc-per-node 2 -m megatron_edit pretrain_gpt":
