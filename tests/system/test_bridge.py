@@ -162,7 +162,7 @@ def test_resume_is_refused_with_other_settings(edit: Path, tmp_path: Path) -> No
     """Would catch a resume that is silently wrong."""
     load = {"checkpoint.load": str(edit / "save")}
     message = refused(tmp_path, edit_run(tmp_path, {"outer_lr": 0.5}, load))
-    assert "was saved with outer_lr 0.8, this run has 0.5" in message
+    assert "was saved with outer_lr 0.9, this run has 0.5" in message
     message = refused(tmp_path, edit_run(tmp_path, {"num_replicas": 1}, load))
     assert "has the checkpoints of 2 replicas, this run has 1" in message
     one = {"checkpoint.load": str(edit / "save" / "replica-0")}
