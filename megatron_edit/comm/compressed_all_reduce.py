@@ -15,13 +15,17 @@ another time on each rank. It has connections of its own, so that it may fall be
 collectives, and it waits in a backlog until the phases (b) of all earlier exchanges have begun.
 Hence all ranks issue the collectives of a phase in the same order, however often each of them
 advances its exchanges. An exchange in one phase has only (a), and never waits in the backlog.
-Where collectives run in order (NCCL) both phases share one connection, and a phase (b) begins
-before the phase (a) of any later exchange: again the same order on all ranks, at any time. It
-begins when (a) is found to be done, another exchange begins, or its sum is waited for, and not
-immediately: its first kernel waits for (a), and on a device with one hardware queue it would block
-all later kernels. Encoding runs on a stream that overlaps compute, and the host never blocks. For
-the same reason sums that begin together are one exchange: launched one after the other, each would
-block the queue until the one before is done.
+Where collectives run in order (NCCL) both phases share one connection, and relative to all other
+collectives, also those of the training framework, each of them must begin at the same place of the
+program on all ranks of a replica: some devices run collectives of several communicators one after
+the other, and two ranks that launch them in different orders would wait for each other. So
+advancing an exchange never begins its phase (b). That happens when another exchange begins, when a
+unit has landed, when the sum is waited for, and where all ranks of the replica have agreed that
+their phases (a) are done (`SyncManager.agree_on_second_phases`); not immediately, since its first
+kernel waits for (a), and on a device with one hardware queue it would block all later kernels.
+Encoding runs on a stream that overlaps compute, and the host never blocks. For the same reason sums
+that begin together are one exchange: launched one after the other, each would block the queue until
+the one before is done.
 """
 
 from __future__ import annotations
@@ -176,7 +180,8 @@ class _Exchange(ABC):
     def advance(self) -> bool:
         """Advance this and earlier exchanges without blocking; return whether the sum is
         available."""
-        start_second_phases(self.group)
+        if not self.group.runs_in_order:
+            start_second_phases(self.group)
         if self.is_completed:
             self.wait()
         return self.is_decoded
@@ -370,14 +375,9 @@ def _buffers(group: Group, width: int, device: torch.device) -> tuple[Tensor, Te
     return outgoing, torch.empty_like(outgoing)
 
 
-def start_second_phases(group: Group, *, also_pending: bool = False) -> None:
-    """Begin second phases, oldest first, up to one whose first phase is not done.
-
-    Args:
-        group: the ranks that sum.
-        also_pending: begin all, and let the device wait for the first phases.
-    """
-    while group.backlog and (also_pending or group.backlog[0].first.is_completed):
+def start_second_phases(group: Group) -> None:
+    """Begin second phases, oldest first, up to one whose first phase is not done."""
+    while group.backlog and group.backlog[0].first.is_completed:
         group.backlog[0].start_second_phase()
 
 

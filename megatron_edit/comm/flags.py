@@ -1,4 +1,4 @@
-"""Flags and a count of rank 0 that all ranks of the replica receive one step later.
+"""What the ranks of a replica learn of each other one step later: flags of rank 0, and votes.
 
 All ranks of a replica must act alike, but only rank 0 reads the clock and the control store. Its
 flags after a step are sent while the next step computes, so that no rank waits for them.
@@ -63,3 +63,35 @@ class DelayedFlags:
             flags, self.steps_of_others = tensor.tolist()
             self.latest, self._sent = Flag(flags), None
         return self.latest
+
+
+@dataclass
+class DelayedVote:
+    """Whether something holds on all ranks of the replica, without a wait for them.
+
+    Attributes:
+        group: the ranks of the replica, on the CPU.
+    """
+
+    group: Group
+    _sent: tuple[Work, Tensor] | None = None
+
+    def post(self, holds: bool) -> None:
+        """Send this rank's vote, after a step. Does not block.
+
+        Collective: the ranks of the replica.
+        """
+        against = torch.tensor([int(not holds)])
+        self._sent = (self.group.start_all_reduce(against), against)
+
+    def read(self) -> bool:
+        """Whether a vote was posted since the last call, and all ranks were in favour.
+
+        Raises:
+            ReplicaLostError: a rank of the replica is lost.
+        """
+        if self._sent is None:
+            return False
+        (work, against), self._sent = self._sent, None
+        work.wait()
+        return int(against) == 0

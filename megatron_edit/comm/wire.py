@@ -28,7 +28,6 @@ from megatron_edit.comm.compressed_all_reduce import (
     GatheredExchange,
     Residual,
     on_exchange_stream,
-    start_second_phases,
 )
 from megatron_edit.constants import FP32, FP32_BYTES, WIRE_TYPES
 from megatron_edit.method.coarse_codecs import INT2, SIGN, TERNARY
@@ -160,8 +159,8 @@ def _check_phases(group: Group, needed: int) -> None:
 def progress_exchanges(group: Group) -> None:
     """Where collectives run in order, queue the second phases of all exchanges on the device, which
     then waits for their first phases. Does not block the host."""
-    if group.runs_in_order:
-        start_second_phases(group, also_pending=True)
+    while group.runs_in_order and group.backlog:
+        group.backlog[0].start_second_phase()
 
 
 def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:

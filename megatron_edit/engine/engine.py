@@ -258,6 +258,7 @@ class EditEngine:
             if self.host.awaits_gather:
                 self.host.gather_parameters()
             syncs.poll()
+            syncs.agree_on_second_phases()
             self._tuner.meter.end_step(state.step)
             self._flags.post(
                 (Flag.MEET if is_requesting else Flag.NONE)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_edit.comm.collectives import Group
 from megatron_edit.config import EditConfig
 from tests.harness.hardware_queues import Command, DeadlockError, Recorder, Replay
+from tests.harness.memory_network import MemoryProcessGroup, Network, run_in_threads
 from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
 
 FORWARD, BACKWARD, INNER_STEP = 1.0, 2.0, 0.5  # seconds: per layer, per layer, per step
@@ -233,31 +236,73 @@ def recorded(
         exchange_seconds: time to exchange a unit in fp32 between replicas.
     """
 
+    step = layout.layers * layout.chunks * layout.micro_batches * (FORWARD + BACKWARD)
+    record = partial(_record, layout, settings, exchange_seconds)
+    return {stage: record(stage, step) for stage in range(layout.stages)}
+
+
+def recorded_apart(
+    layout: Layout,
+    settings: Mapping[str, Any],
+    exchange_seconds: float,
+    lags: Mapping[tuple[int, int, int], float],
+) -> dict[tuple[int, int, int], list[Command]]:
+    """Record the commands of every rank, where hosts find events done at different times.
+
+    Args:
+        layout: layout of a replica.
+        settings: fields of `EditConfig`.
+        exchange_seconds: time to exchange a unit in fp32 between replicas.
+        lags: for each rank, the time of the framework's compute after which it finds an event done.
+    """
+    network, size = Network(patience=60), layout.width * layout.stages
+    record = partial(_record, layout, settings, exchange_seconds)
+
+    def of_rank(rank: tuple[int, int, int]) -> list[Command]:
+        replica, stage, place = rank
+        number = stage * layout.width + place
+        end = MemoryProcessGroup(network, f"control {replica}", number, size)
+        control = Group(end, number, size, torch.device("cpu"), timedelta(minutes=1), "control")
+        return record(stage, lags[rank], control)
+
+    ranks = list(layout.ranks())
+    found: list[list[Command]] = run_in_threads([partial(of_rank, rank) for rank in ranks])
+    return dict(zip(ranks, found, strict=True))
+
+
+def _record(
+    layout: Layout,
+    settings: Mapping[str, Any],
+    exchange_seconds: float,
+    stage: int,
+    lag: float,
+    control: Group | None = None,
+) -> list[Command]:
+    """The commands of one rank; see `recorded_apart`."""
+
     def seconds_of(group: str, nbytes: int) -> float:
         if group == "sync":
             return exchange_seconds * nbytes / (4 * NUMEL)
         return GATHER if group == "gathers" else SMALL
 
     usual = {"num_replicas": 2, "warmup_steps": 0, "digest_interval": 100}
-    step = layout.layers * layout.chunks * layout.micro_batches * (FORWARD + BACKWARD)
-    commands = {}
-    for stage in range(layout.stages):
-        with torch.no_grad(), Recorder(seconds_of, step) as recorder:
-            rank = Rank.build(
-                recorder.streams,
-                EditConfig(**{**usual, **settings}),
-                plan_of(layout.units(stage), layout.names, is_copy=stage > 0),
-                is_overlapped=True,
-                ranks=layout.width,
-                tie=layout.tie(stage),
-                on_meeting=recorder.meeting,
-                stages=layout.stages,
-            )
-            try:
-                Script(layout, stage, rank, recorder).run()
-            finally:
-                rank.engine.close()
-        commands[stage] = recorder.commands
+    with torch.no_grad(), Recorder(seconds_of, lag) as recorder:
+        rank = Rank.build(
+            recorder.streams,
+            EditConfig(**{**usual, **settings}),
+            plan_of(layout.units(stage), layout.names, is_copy=stage > 0),
+            is_overlapped=True,
+            ranks=layout.width,
+            tie=layout.tie(stage),
+            on_meeting=recorder.meeting,
+            stages=layout.stages,
+            control=control,
+        )
+        try:
+            Script(layout, stage, rank, recorder).run()
+        finally:
+            rank.engine.close()
+    commands: list[Command] = recorder.commands
     return commands
 
 

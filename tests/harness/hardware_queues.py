@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return result
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Running:
     """A command that was launched on a device and may be pending."""
 
@@ -160,7 +160,7 @@ class Running:
     end: float | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Device:
     """The state of one rank in a replay."""
 
@@ -172,6 +172,7 @@ class Device:
     taken: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     tails: dict[int, Running] = field(default_factory=dict)
     events: dict[int, Running | None] = field(default_factory=dict)
+    collective: Running | None = None  # the last one
 
     @property
     def is_over(self) -> bool:
@@ -183,7 +184,7 @@ class DeadlockError(Exception):
     """No rank can make progress."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Replay:
     """Replays the commands of all ranks together.
 
@@ -191,11 +192,14 @@ class Replay:
         ranks: commands by rank.
         members: returns the ranks of a group from its name and one of its ranks.
         num_queues: number of hardware queues of a device.
+        is_serial: whether a device runs one collective at a time, in the order in which they are
+            taken from the queues, as where their launches are serialised.
     """
 
     ranks: Mapping[Any, Sequence[Command]]
     members: Callable[[str, Any], frozenset[Any]]
     num_queues: int
+    is_serial: bool = False
     _arrived: dict[Any, dict[Any, float]] = field(default_factory=lambda: defaultdict(dict))
     _waiting: dict[Any, list[Running]] = field(default_factory=lambda: defaultdict(list))
 
@@ -253,6 +257,8 @@ class Replay:
                 continue
             head, command = queue[0], queue[0].command
             needs = [need for need in (head.before, head.event) if need is not None]
+            if self.is_serial and command.kind == "collective" and device.collective is not None:
+                needs.append(device.collective)
             if any(need.end is None for need in needs):
                 continue
             queue.popleft()
@@ -262,6 +268,7 @@ class Replay:
             if command.kind != "collective":
                 head.end = began + command.seconds
                 continue
+            device.collective = head
             key = self._key(rank, command, "collective")
             self._arrived[key][rank] = began
             self._waiting[key].append(head)

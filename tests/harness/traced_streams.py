@@ -300,6 +300,11 @@ class HostGroup:
         """Do nothing: all ranks have the same tensor."""
         return CompletedWork()
 
+    def allreduce(self, tensors: list[Tensor], _: Any) -> CompletedWork:
+        """Sum equal addends."""
+        tensors[0].mul_(self.size)
+        return CompletedWork()
+
 
 @dataclass
 class StreamedHost(ToyHost):
@@ -412,6 +417,7 @@ class Rank:
         on_outer_state: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
         on_meeting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         sync: Group | None = None,
+        control: Group | None = None,
     ) -> Rank:
         """Build a rank of the first replica, before the start of training.
 
@@ -426,6 +432,7 @@ class Rank:
             on_outer_state: called with the anchors and momenta.
             on_meeting: context around each exchange of records.
             sync: sync group for the exchanges; None: one like NCCL's.
+            control: all ranks of the replica; None: all do the same as this one.
         """
         assert config.num_replicas is not None
 
@@ -441,7 +448,7 @@ class Rank:
         meeting = group(HostGroup(sync.size, on_meeting), 0, sync.size, "meeting")
         groups = EngineGroups(
             sync, meeting, in_order("replica", 0, ranks * stages), in_order("stage", 0, ranks),
-            group(HostGroup(ranks * stages), 0, ranks * stages, "control"),
+            control or group(HostGroup(ranks * stages), 0, ranks * stages, "control"),
             {} if tie is None else {"tied-embedding": in_order("tied-embedding", *tie)},
         )  # fmt: skip
         host = StreamedHost.of(

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.harness.framework_script import Layout, recorded, share_of_ideal
+from tests.harness.framework_script import (
+    BACKWARD,
+    FORWARD,
+    Layout,
+    recorded,
+    recorded_apart,
+    share_of_ideal,
+)
+from tests.harness.hardware_queues import Replay
 
 ROOT = Path(__file__).resolve().parents[2]
 QUEUES = (1, 8, 32)
@@ -53,3 +61,31 @@ def test_share_of_ideal_by_queues_matches_docs(name: str) -> None:
     page = (ROOT / "docs" / "hardware-queues.md").read_text()
     table = page.partition("<!-- simulated -->")[2].partition("<!-- end -->")[0]
     assert found in table.splitlines()
+
+
+@pytest.mark.parametrize("settings", [
+    pytest.param({"sync_dtype": "int8", **LATE}, id="delayed"),
+    pytest.param({"sync_dtype": "int8", "average_moments": "both", **LATE}, id="moments"),
+    pytest.param({"sync_dtype": "int8", **SOON}, id="overlap"),
+    pytest.param({"sync_dtype": "int8", "sync_interval": 4, "fragments": 2, "delay_steps": 1},
+                 id="fragments"),
+])  # fmt: skip
+def test_ranks_that_poll_at_different_times_launch_in_the_same_order(
+    settings: dict[str, Any],
+) -> None:
+    """Where a device runs one collective after another, in the order of their launches. Catches a
+    second phase that each rank launches when it finds the first one done: before a collective of
+    tensor parallelism on one rank, and after it on another one, which is a deadlock."""
+    layout = Layout(within_layer="tp")
+    step = layout.layers * layout.micro_batches * (FORWARD + BACKWARD)
+    early_first = {0: (0.3, 1.3), 1: (1.3, 0.3)}  # of a step, by replica and rank
+    lags = {(r, s, w): early_first[r][w] * step for r, s, w in layout.ranks()}
+    commands = recorded_apart(layout, settings, SHORT, lags)
+    for queues in QUEUES:
+        assert Replay(commands, layout.members, queues, is_serial=True).seconds() > 0
+    for replica in range(2):
+        order = [
+            [(c.group, c.number) for c in commands[replica, 0, place] if c.kind == "collective"]
+            for place in range(2)
+        ]
+        assert order[0] == order[1]

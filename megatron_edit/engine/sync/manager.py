@@ -6,6 +6,9 @@ units of one sync in forward order (`Sync.advance`), and no exchange begins befo
 Landing is independent of that: it communicates inside a replica only, and the host calls it at the
 same places on all ranks of the replica (`land_up_to`, `land_all`).
 
+Where collectives run in order, second phases of delayed exchanges begin at the same step on all
+ranks of a replica (`agree_on_second_phases`).
+
 Note: two threads. Over sockets a progress thread advances exchanges while the main thread computes,
 and runs the outer steps of the landing sync, unit by unit (`_drive`). It does the same work in the
 same order as the main thread would, and the two never run concurrently; only the main thread writes
@@ -19,10 +22,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.flags import DelayedVote
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.plan import RoundPlan, SyncPlan
@@ -74,6 +79,7 @@ class SyncManager:
         self._thread: ProgressThread | None = None
         self._thread_steps = False  # whether the thread runs outer steps
         self._stream = SyncStream(groups.sync.streams)
+        self._vote, self._voted = DelayedVote(groups.control), list[Any]()
 
     # ---- outer state
 
@@ -259,6 +265,23 @@ class SyncManager:
             self._poll()
         else:
             self._thread.raise_failure()
+
+    def agree_on_second_phases(self) -> None:
+        """Begin the second phases whose first phases were done on all ranks of the replica one step
+        ago; once a step. See the note on the order of phases (`comm/compressed_all_reduce.py`).
+
+        Collective: the ranks of the replica, where exchanges run in order and in two phases.
+        """
+        sync = self._groups.sync
+        if not sync.runs_in_order:
+            return
+        voted, self._voted = self._voted, []
+        if self._vote.read():
+            while sync.backlog and any(sync.backlog[0] is each for each in voted):
+                sync.backlog[0].start_second_phase()
+        if self.pending and self._settings.num_phases > 1:
+            self._voted = list(sync.backlog)
+            self._vote.post(all(exchange.first.is_completed for exchange in sync.backlog))
 
     def poll_if_busy(self) -> bool:
         """Advance exchanges; return whether there are any that no thread advances."""
