@@ -30,6 +30,7 @@ from megatron_edit.method.loss_check import (
     check_losses,
 )
 from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
+from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.rows import rows_of
 from megatron_edit.method.schedule import RoundStart, Schedule
@@ -141,7 +142,7 @@ def decide(
     if penalty.step_share:
         weights = blend_step_weights(weights, ~verdict.anomalous, counts, penalty.step_share)
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
-    bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
+    bound = sum_in_rank_order(torch.where(weights > 0, weights * norms, torch.zeros_like(norms)))
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
     return Decision(norms, verdict, weights, rollback, loss), learned
 

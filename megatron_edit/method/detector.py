@@ -3,12 +3,15 @@
 One detector per (replica, unit) has an exponential mean and variance of the pseudo-gradient norms
 that it accepted. Rejected norms never enter its statistics; two rules prevent a permanent rejection
 of a replica: the patience, and the restart after a change of regime.
+
+Every rank runs the detectors on the gathered norms, and all must decide alike: only operations that
+every processor rounds alike are used, and no powers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -105,11 +108,12 @@ class Verdict:
 
     Attributes:
         anomalous: bool [N, U], replicas to reject.
-        scores: float64 [N, U], z of each norm; NaN where not armed or the norm is not finite.
+        scores: float64 [N, U], z of each norm, for people: no decision depends on them. NaN where
+            not armed or the norm is not finite.
     """
 
     anomalous: Tensor
-    scores: Tensor
+    scores: Tensor = field(compare=False)
 
 
 def judge(
@@ -175,9 +179,18 @@ def _scale(state: DetectorState, config: DetectorConfig) -> Tensor:
     """max(sigma, 0.01 mu), with sigma corrected for a young history."""
     # 1 - (1 - alpha)^k is the weight that k updates have given to real values: without it the
     # variance of a young history is far too small. k = 0 is never armed; 1 avoids 0 / 0.
-    young = 1.0 - (1.0 - config.alpha) ** state.updates.clamp(min=1).double()
+    young = 1.0 - _power(1.0 - config.alpha, state.updates.clamp(min=1))
     sigma = (state.variance / young).sqrt()
     return torch.maximum(sigma, RELATIVE_SIGMA_FLOOR * state.mean)
+
+
+def _power(base: float, exponents: Tensor) -> Tensor:
+    """Powers of a number, float64, of the shape of the exponents, int64 >= 0; by products."""
+    result, left = torch.ones_like(exponents, dtype=torch.float64), exponents.clone()
+    while bool(left.any()):
+        result = torch.where(left % 2 == 1, result * base, result)
+        base, left = base * base, left // 2
+    return result
 
 
 def _learn(
@@ -191,7 +204,7 @@ def _learn(
 ) -> DetectorState:
     later = accepted & ~first
     mean = config.alpha * norms + (1.0 - config.alpha) * state.mean
-    variance = (1.0 - config.alpha) * state.variance + config.alpha * (norms - mean) ** 2
+    variance = (1.0 - config.alpha) * state.variance + config.alpha * (norms - mean).square()
     zero = torch.zeros_like(state.updates)
     return DetectorState(
         mean=torch.where(first, norms, torch.where(later, mean, state.mean)),

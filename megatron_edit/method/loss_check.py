@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class LossVerdict:
 
     rejected: Tensor
     losses: Tensor
-    scores: Tensor
+    scores: Tensor = field(compare=False)
 
     @classmethod
     def without_check(cls, losses: Tensor) -> LossVerdict:

@@ -1,4 +1,8 @@
-"""Arithmetic of a sync on one unit's shard: contribution, clip, outer step (method 3, 6)."""
+"""Arithmetic of a sync on one unit's shard: contribution, clip, outer step (method 3, 6).
+
+Every replica runs the outer step for itself, and all must get the same bits, also on unlike
+processors: each product and each sum is rounded on its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_edit.method.codec import slab_numel, slabs
 
 CLIP_EPSILON = 1e-6
 
@@ -34,6 +40,15 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
     if max_norm is None:
         return torch.ones_like(norm)
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
+def add_product_(target: Tensor, values: Tensor, factor: float) -> None:
+    """target += factor * values, both fp32 [n], in place.
+
+    Not `add_` with `alpha`, which rounds only once where the processor has a fused multiply-add.
+    """
+    for where in slabs(0, target.numel(), slab_numel(target)):
+        target[where].add_(values[where] * factor)
 
 
 class OuterRule(Protocol):
@@ -85,7 +100,8 @@ class Nesterov:
         """Update anchor and momentum, fp32 [n], in place; the average is used as scratch."""
         average.mul_(clip)
         momentum.mul_(self.momentum).add_(average)
-        anchor.sub_(average.add_(momentum, alpha=self.momentum), alpha=self.lr)
+        add_product_(average, momentum, self.momentum)
+        add_product_(anchor, average, -self.lr)
 
 
 @dataclass(frozen=True)
@@ -116,8 +132,8 @@ class SlowMomentum:
         if inner_lr == 0.0:
             anchor.sub_(average)
             return
-        momentum.mul_(self.momentum).add_(average, alpha=1.0 / inner_lr)
-        anchor.sub_(momentum, alpha=self.lr * inner_lr)
+        add_product_(momentum.mul_(self.momentum), average, 1.0 / inner_lr)
+        add_product_(anchor, momentum, -self.lr * inner_lr)
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,7 @@ class StaleMomentum:
     ) -> None:
         """Update anchor and momentum, fp32 [n], in place; `inner_lr` is not used."""
         average.mul_(clip)
-        momentum.mul_(self.momentum).add_(average, alpha=1.0 / self.gap)
+        add_product_(momentum.mul_(self.momentum), average, 1.0 / self.gap)
         if self.bound is not None:
             momentum.clamp_(-self.bound, self.bound)
-        anchor.sub_(momentum, alpha=self.lr)
+        add_product_(anchor, momentum, -self.lr)

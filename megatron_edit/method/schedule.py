@@ -170,7 +170,8 @@ class QuadraticSchedule(VaryingSchedule):
         """max(tau, floor((a / lr)^2)) steps; at lr 0 the round lasts to the end."""
         if start.inner_lr * math.isqrt(LONGEST) <= self.growth:  # also 0; the square could overflow
             return LONGEST
-        return max(self.interval, math.floor((self.growth / start.inner_lr) ** 2))
+        ratio = self.growth / start.inner_lr
+        return max(self.interval, math.floor(ratio * ratio))  # not a power: they round differently
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,22 @@
-"""Weights of the replicas in the average (paper 3.3, eq. of the weighted averaging; method 3.3)."""
+"""Weights of the replicas in the average (paper 3.3, eq. of the weighted averaging; method 3.3).
+
+Every rank computes them from the gathered norms, and all must get the same bits: sums are in the
+order of the replicas, and the exponential is made of operations that every processor rounds alike.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from megatron_edit.method.norms import sum_in_rank_order
+
+_LOG_2 = float.fromhex("0x1.62e42fefa39efp-1")
+# The same in two parts: multiples of the first, up to 2^20, are exact.
+_LOG_2_PARTS = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
+_LEAST_EXPONENT = -700.0  # exp of less is taken as 0
+_NUM_TERMS = 14  # of the series: for |x| <= log(2) / 2 the rest is below 1e-17
+_MANTISSA_BITS, _BIAS = 52, 1023  # of float64
 
 
 def replica_weights(
@@ -35,8 +48,8 @@ def replica_weights(
     else:
         scale = torch.full_like(lowest, temperature)
     distance = torch.where(accepted, norms - lowest, infinity)
-    raised = torch.where(accepted, torch.exp(-distance / scale), torch.zeros_like(norms))
-    total = raised.sum(dim=0)
+    raised = torch.where(accepted, _exp(-distance / scale), torch.zeros_like(norms))
+    total = sum_in_rank_order(raised)
     # T = 0 happens only if half of the norms are exactly 0: then the method specifies 1 / n.
     usable = (scale > 0) & (total > 0)
     return torch.where(usable, raised / torch.where(usable, total, torch.ones_like(total)), equal)
@@ -58,10 +71,10 @@ def blend_step_weights(weights: Tensor, accepted: Tensor, steps: Tensor, share: 
     if share == 0.0:
         return weights
     counted = torch.where(accepted, steps, torch.zeros_like(weights))
-    total = counted.sum(dim=0)
+    total = sum_in_rank_order(counted)
     by_steps = torch.where(total > 0, counted / total.clamp(min=1.0), weights)
     blended = (1.0 - share) * weights + share * by_steps
-    norm = blended.sum(dim=0)
+    norm = sum_in_rank_order(blended)
     return torch.where(norm > 0, blended / torch.where(norm > 0, norm, 1.0), blended)
 
 
@@ -69,6 +82,18 @@ def effective_replicas(weights: Tensor) -> Tensor:
     """1 / sum_r w^2, float64 [U]: effective number of replicas in an average; 0 where none."""
     squares = (weights * weights).sum(dim=0)
     return torch.where(squares > 0, 1.0 / squares, torch.zeros_like(squares))
+
+
+def _exp(exponents: Tensor) -> Tensor:
+    """exp of numbers <= 0, float64, within 1e-15; 0 for those that are not numbers."""
+    twos = (exponents / _LOG_2).round()
+    rest = exponents - twos * _LOG_2_PARTS[0] - twos * _LOG_2_PARTS[1]
+    series = torch.ones_like(rest)
+    for number in range(_NUM_TERMS, 0, -1):
+        series = series * rest / number + 1.0
+    power = (twos.clamp(min=-_BIAS + 1).long() + _BIAS) << _MANTISSA_BITS
+    found = series * power.view(torch.float64)
+    return torch.where(exponents > _LEAST_EXPONENT, found, torch.zeros_like(found))
 
 
 def _median_of_accepted(masked: Tensor, count: Tensor) -> Tensor:

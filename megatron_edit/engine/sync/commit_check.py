@@ -27,7 +27,8 @@ from megatron_edit.method.digest import combine
 def plan_digest(plan: RoundPlan) -> int:
     """64 bits of a plan, the same on rank i of all replicas that have the same plan.
 
-    Ranks of one replica differ: records hold losses and buffers that only some of them know.
+    Fields that do not compare, as scores, decide nothing and are left out. Ranks of one replica
+    differ: records hold losses and buffers that only some of them know.
     """
     found = hashlib.sha256()
     _add(plan, found.update)
@@ -66,7 +67,7 @@ def _add(value: Any, update: Callable[[bytes], object]) -> None:
         update(kept.view(torch.uint8).numpy().tobytes() if kept.numel() else b"")
     elif dataclasses.is_dataclass(value):
         update(type(value).__name__.encode())
-        for field in dataclasses.fields(value):
+        for field in filter(lambda field: field.compare, dataclasses.fields(value)):
             update(field.name.encode())
             _add(getattr(value, field.name), update)
     elif isinstance(value, Enum):
