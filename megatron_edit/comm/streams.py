@@ -7,6 +7,7 @@ waits for an event of another. Users of streams receive an object with these ope
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,10 +16,12 @@ from torch import Tensor
 
 type Stream = Any  # whatever `current` and `new` return; None on the CPU
 type Event = Any  # whatever `record` returns; None on the CPU
+type Mark = Any  # whatever `mark` returns
+type Span = tuple[Mark, Mark]  # begin and end
 
 
 class Streams(Protocol):
-    """The streams of one device. Only `synchronize` blocks the host."""
+    """The streams of one device. Only `synchronize` and `seconds` block the host."""
 
     def current(self) -> Stream:
         """The stream on which this thread queues work."""
@@ -49,6 +52,12 @@ class Streams(Protocol):
 
     def is_done(self, event: Event) -> bool:
         """Whether the device has passed `event`. Does not block."""
+
+    def mark(self) -> Mark:
+        """The time at which the device passes this point of the current stream. Does not block."""
+
+    def seconds(self, span: Span) -> float:
+        """Seconds between two marks. Blocks the host until the device has passed the second."""
 
 
 class CudaStreams:
@@ -100,6 +109,18 @@ class CudaStreams:
         """Whether the device has passed `event`. Does not block."""
         return bool(event.query())
 
+    def mark(self) -> Mark:
+        """A CUDA event with the time, recorded on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.current())
+        return event
+
+    def seconds(self, span: Span) -> float:
+        """Seconds between two such events. Blocks the host until the second."""
+        begin, end = span
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000.0
+
 
 class NoStreams:
     """The CPU has no streams: the host does all work immediately."""
@@ -135,6 +156,15 @@ class NoStreams:
     def is_done(self, event: Event) -> bool:
         """True: all work before `event` is done."""
         return True
+
+    def mark(self) -> Mark:
+        """Now, in seconds."""
+        return time.monotonic()
+
+    def seconds(self, span: Span) -> float:
+        """Seconds between two marks."""
+        begin, end = span
+        return float(end - begin)
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.streams import Span
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FIRST_MOMENT, NONE, SECOND_MOMENT
@@ -37,7 +39,7 @@ from megatron_edit.host.settings import engine_settings
 from tests.distributed.toy import Collector, ToyHost
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=30)
-FRAMES = 6  # of callers in which the omitted call is searched
+FRAMES = 7  # of callers in which the omitted call is searched
 
 
 @dataclass
@@ -145,6 +147,11 @@ class TracedStreams:
         if not self.is_omitted("wait"):
             self.listener.on_wait(stream, event)
 
+    def await_collective(self, event: int) -> None:
+        """Make the current stream wait for a collective."""
+        if not self.is_omitted("work"):
+            self.listener.on_wait(self.current(), event)
+
     def keep(self, tensor: Tensor, stream: int) -> None:
         """See `Streams`."""
         if not self.is_omitted("keep"):
@@ -158,6 +165,14 @@ class TracedStreams:
     def is_done(self, event: int) -> bool:
         """See `Streams`."""
         return self.listener.is_done(event)
+
+    def mark(self) -> float:
+        """See `Streams`: the time of the host."""
+        return time.monotonic()
+
+    def seconds(self, span: Span) -> float:
+        """See `Streams`."""
+        return float(span[1] - span[0])
 
     def is_omitted(self, operation: str) -> bool:
         """Return whether to omit the current call."""
@@ -174,8 +189,7 @@ class InOrderWork:
 
     def wait(self) -> None:
         """Make the current stream wait."""
-        if not self.streams.is_omitted("work"):
-            self.streams.listener.on_wait(self.streams.current(), self.event)
+        self.streams.await_collective(self.event)
         self.tensors = ()
 
     def is_completed(self) -> bool:

@@ -351,8 +351,8 @@ METHOD = (
         id="method/outer-no-lookahead",
         bug="the outer step is heavy-ball, not Nesterov",
         file="method/outer.py",
-        old="anchor.sub_(average.add_(momentum, alpha=self.momentum), alpha=self.lr)",
-        new="anchor.sub_(momentum, alpha=self.lr)",
+        old="add_product_(anchor, average, -self.lr)",
+        new="add_product_(anchor, momentum, -self.lr)",
         test="pure/test_outer_rules.py::test_outer_steps_equal_the_reference",
     ),
     Mutant(
@@ -375,8 +375,8 @@ METHOD = (
         id="method/outer-slowmo-rate",
         bug="SlowMo's momentum is not divided by the inner learning rate",
         file="method/outer.py",
-        old="alpha=1.0 / inner_lr",
-        new="alpha=1.0",
+        old="average, 1.0 / inner_lr)",
+        new="average, 1.0)",
         test="pure/test_outer_rules.py::test_outer_steps_equal_the_reference",
     ),
     Mutant(

@@ -18,13 +18,14 @@ from torch import Tensor
 from megatron_edit.comm import transport
 from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
+from megatron_edit.comm.streams import NoStreams
 from megatron_edit.comm.transport import RankDevice, Transport, choose_backend, stand_alone_group
 from megatron_edit.errors import ReplicaLostError, UsageError
 from tests.harness.memory_network import CPU, MemoryProcessGroup, Network
 
 
 @dataclass
-class SlowStreams:
+class SlowStreams(NoStreams):
     """Streams of a device whose work is pending until a test sets `is_free`.
 
     Attributes:

@@ -19,7 +19,6 @@ not matter which of the two threads runs them on which rank.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -376,11 +375,11 @@ class SyncManager:
         there were any."""
         if (sync := self.landing) is None:
             return False
-        began, num_landed = time.monotonic(), 0
+        began, num_landed = self._groups.sync.streams.mark(), 0
         while (landed := self._land_next(sync, num_shards)) is not None:
             self._publish(sync, *landed)
             num_landed += 1
-        sync.count_exposed(time.monotonic() - began)
+        sync.count_exposed(began)
         return num_landed > 0
 
     def land_all(self) -> None:

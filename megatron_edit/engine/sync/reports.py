@@ -76,8 +76,7 @@ class SyncReports:
         late_digests: of units with a delayed landing, by position, until their next meeting, which
             compares them: replicas land at different times.
         exposed: seconds that a sync added to training, without the wait at its meeting; the longest
-            since the last meeting, NaN where no sync was reported. NaN where exchanges are queued
-            on a device, as the host does not wait for them.
+            since the last meeting, NaN where no sync was reported.
     """
 
     groups: EngineGroups
@@ -101,9 +100,8 @@ class SyncReports:
         digest = self._check(sync) if plan.is_checked else sync.digest
         sync.is_reported = True
         seconds = sync.seconds()
-        if not self.groups.sync.runs_in_order:
-            exposed = max(0.0, seconds["exposed"] - seconds["wait"])
-            self.exposed = exposed if math.isnan(self.exposed) else max(self.exposed, exposed)
+        exposed = max(0.0, seconds["exposed"] - seconds["wait"])
+        self.exposed = exposed if math.isnan(self.exposed) else max(self.exposed, exposed)
         report = SyncReport(
             round=plan.round,
             step=plan.step,

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.streams import Mark, Span
 from megatron_edit.comm.wire import Wire, progress_exchanges, start_exchange
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
 from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
@@ -83,7 +84,10 @@ class Sync(ABC):
         self.digest: int | None = None
         self._context, self._groups, self._outer = context, context.groups, context.outer
         self._began, self._waited, self._ended = began, waited, began
-        self._exposed = 0.0
+        self._streams = context.groups.sync.streams
+        # Where the sync begins both host and device have waited for the norms.
+        self._start, self._seconds_before = self._streams.mark(), time.monotonic() - began
+        self._exposed_before, self._exposed = 0.0, list[Span]()
         self._inflight: deque[UnitSync] = deque()
         self._results: dict[int, UnitResult] = {}
         self._finite: list[bool] | None = None
@@ -198,22 +202,26 @@ class Sync(ABC):
 
     # ---- what is reported
 
-    def count_exposed(self, seconds: float) -> None:
-        """Add time in which this rank did nothing but this sync."""
-        self._exposed += seconds
+    def count_exposed(self, begin: Mark) -> None:
+        """Add the time since a mark, in which this rank did nothing but this sync."""
+        self._exposed.append((begin, self._streams.mark()))
 
     def count_exposed_since_start(self) -> None:
         """Set the exposed time to the time since the sync began."""
-        self._exposed = time.monotonic() - self._began
+        self._exposed_before = self._seconds_before
+        self._exposed = [(self._start, self._streams.mark())]
 
     def seconds(self) -> dict[str, float]:
-        """Durations for `sync.jsonl`, in seconds."""
-        exchange = sum(result.exchange_seconds for result in self._results.values())
+        """Durations for `sync.jsonl`, in seconds, as the device spent them. Blocks the host until
+        the device has landed the sync."""
+        waits = (result.exchange for result in self._results.values())
+        exchange = sum(self._streams.seconds(wait) for wait in waits if wait is not None)
+        exposed = self._exposed_before + sum(map(self._streams.seconds, self._exposed))
         return {
             "wait": self._waited,
             "exchange": exchange,
-            "outer": max(0.0, self._exposed - self._waited - exchange),
-            "exposed": self._exposed,
+            "outer": max(0.0, exposed - self._waited - exchange),
+            "exposed": exposed,
             "total": self._ended - self._began,
         }
 
@@ -231,8 +239,8 @@ class Sync(ABC):
 
     def _table(self, values: Mapping[int, Tensor]) -> Tensor:
         table = torch.full((len(self.units.names),), torch.nan, dtype=torch.float64)
-        for index, value in values.items():
-            table[index] = value.cpu()
+        if values:
+            table[list(values)] = torch.stack(list(values.values())).cpu()  # one copy for all
         return table
 
     # ---- units

@@ -11,7 +11,6 @@ same bits whenever the host needs it, and whatever else is in flight.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.compressed_all_reduce import Addend
+from megatron_edit.comm.streams import Span
 from megatron_edit.comm.wire import Exchange, Wire, start_exchange
 from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.plan import Decision, SyncRules
@@ -43,12 +43,12 @@ class UnitResult:
     Attributes:
         clip: float64, c.
         norm: float64, ||average|| before the clip.
-        exchange_seconds: how long the host waited for the exchange.
+        exchange: the wait for the exchange; None if there was none.
     """
 
     clip: Tensor
     norm: Tensor
-    exchange_seconds: float = 0.0
+    exchange: Span | None = None
 
 
 @dataclass
@@ -213,10 +213,11 @@ class UnitSync:
             one = torch.ones((), dtype=torch.float64, device=device)
             self.result = UnitResult(one, torch.zeros_like(one))
             return self.result
-        began = time.monotonic()
+        streams = groups.sync.streams
+        began = streams.mark()
         with record_function("edit/exchange"):
             self.await_average()
-        waited = time.monotonic() - began
+        waited = began, streams.mark()
         norm, clip = self._agree(groups, rules)
         staged = self._stage()
         with record_function("edit/outer-step"):
