@@ -86,6 +86,7 @@ class BridgeLoads(LoadControl):
             pieces: not used: each rank loads what it has saved.
         """
         place, loaded = self._world.placement, self._loaded
+        check_on_all_ranks(self._world, "memory", engine.reserve_memory, what="memory")
         consumed = host.arguments.consumed_train_samples
         if loaded is None:
             share = share_of(consumed, place.replica, place.num_replicas)

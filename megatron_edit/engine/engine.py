@@ -50,7 +50,8 @@ from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
 from megatron_edit.engine.sync.syncs import Sync
 from megatron_edit.engine.tuning import AutoTuner
-from megatron_edit.errors import ReplicaLostError
+from megatron_edit.errors import ReplicaLostError, UsageError
+from megatron_edit.flags import flag
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import RoundStart
@@ -116,6 +117,23 @@ class EditEngine:
         self.syncs.begin_thread(self._context.explain)
 
     # ---- start and end
+
+    def reserve_memory(self) -> None:
+        """Allocate what the rounds need, before the warm-up or a load.
+
+        Raises:
+            UsageError: there is too little memory.
+        """
+        try:
+            self.syncs.reserve()
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            nbytes = self.syncs.footprint.state_bytes / self.groups.replica.size
+            raise UsageError(
+                f"about {nbytes / 1e9:.3g} GB per rank for anchor, outer momentum and syncs",
+                f"must fit beside the model ({str(error).partition('. ')[0]})",
+                f"use more ranks per replica, or {flag('offload')}",
+                is_local=True,
+            ) from error
 
     def start(self, step: int = 0, num_syncs: int = 0, residuals: Sequence[Residual] = ()) -> None:
         """Broadcast the parameters of replica 0, check that all replicas hold them, and begin.
@@ -482,10 +500,10 @@ class EditEngine:
         self.syncs.land_all()
         begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
         self.host.set_local_training(False)
-        self.syncs.end()
         self._enter_final_phase()
 
     def _enter_final_phase(self) -> None:
+        self.syncs.end()
         self.state.last_local_step = self.state.step
         self.reporter.on_message(
             f"final synchronous phase after step {self.state.step}: gradients are averaged over "

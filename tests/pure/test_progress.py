@@ -259,7 +259,7 @@ def replicas_of(
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
     replicas = []
     for rank, group in enumerate(two_phase_groups(2, network)):
-        groups = anything(sync=group, stage=alone, replica=alone, ties={})
+        groups = anything(sync=group, stage=alone, replica=alone, control=alone, ties={})
         replicas.append(Replica(rank, groups, Wire.of(wire), offload=offload))
     try:
         yield replicas
@@ -320,7 +320,7 @@ def test_arrived_unit_is_stepped_without_the_main_thread(num_polls: int, depth: 
     a thread that waits although no message is in flight."""
     group = Group(CountedPolls(num_polls), 0, 2, CPU, timedelta(seconds=SOON), "sync")
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
-    groups = anything(sync=group, stage=alone, replica=alone, ties={})
+    groups = anything(sync=group, stage=alone, replica=alone, control=alone, ties={})
     replica = Replica(0, groups, Wire.of("fp32"), depth=depth)
     replica.syncs.begin_landing(replica.sync)
     try:

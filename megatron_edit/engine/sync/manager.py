@@ -75,6 +75,7 @@ class SyncManager:
         self.landing: Sync | None = None
         self.pending: list[DelayedSync] = []
         self._outer: OuterState | None = None
+        self._reserved: OuterState | None = None  # allocated, before the rounds
         self._thread: ProgressThread | None = None
         self._thread_steps = False  # whether the thread runs outer steps
         self._stream = SyncStream(groups.sync.streams)
@@ -82,10 +83,24 @@ class SyncManager:
 
     # ---- outer state
 
+    def reserve(self) -> None:
+        """Take the memory of the rounds now, and not after a long warm-up: that of the outer state,
+        and once that of the buffers of delayed syncs, which torch keeps."""
+        self._reserved = self._reserved or self._allocate()
+        landing, device = self._settings.landing, self._groups.sync.device
+        kept = 1 + int(landing.needs_snapshot) + len(self._settings.moments.rule.kinds)
+        if not landing.is_immediate:
+            sizes = [shard.numel for shard in self._host.plan.shards for _ in range(kept)]
+            del [torch.empty(size, device=device) for size in sizes][:]
+
     def take_anchor(self) -> OuterState:
         """Create outer state whose anchor is the current parameters; an argument of `begin`."""
+        outer, self._reserved = self._reserved or self._allocate(), None
+        return outer.at_parameters(self._host.plan)
+
+    def _allocate(self) -> OuterState:
         groups, settings = self._groups, self._settings
-        return OuterState.from_parameters(
+        return OuterState.allocate(
             self._host.plan,
             groups.sync.device,
             offload=settings.offload,
@@ -115,13 +130,16 @@ class SyncManager:
         is_other_wire = settings.wire != self._settings.wire
         self._settings = settings
         self._reports = SyncReports(self._groups, self._reporter, settings.wire, footprint)
-        if self._outer is not None and is_other_wire:
+        if is_other_wire:
             sync = self._groups.sync
-            self._outer = self._outer.with_wire(settings.wire, sync.size, sync.device)
+            self._outer, self._reserved = (
+                None if outer is None else outer.with_wire(settings.wire, sync.size, sync.device)
+                for outer in (self._outer, self._reserved)
+            )
 
     def end(self) -> None:
-        """Drop anchor and outer momentum, after the rounds are over and all units have landed."""
-        self._outer = None
+        """Drop anchor and outer momentum, where no round follows and all units have landed."""
+        self._outer = self._reserved = None
         self._reports.late_digests.clear()
         self._host.attach_outer_state({}, {})
 

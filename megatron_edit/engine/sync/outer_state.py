@@ -7,7 +7,7 @@ flight are staged on the device, each in buffers of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,7 +114,31 @@ class OuterState:
         wire: Wire | None = None,
         streams: Streams | None = None,
     ) -> OuterState:
-        """Copy the current parameters to the anchor; momentum starts at zero.
+        """Copy the current parameters to the anchor; momentum starts at zero. See `allocate`."""
+        state = cls.allocate(
+            plan,
+            device,
+            offload=offload,
+            num_replicas=num_replicas,
+            max_staged=max_staged,
+            wire=wire,
+            streams=streams,
+        )
+        return state.at_parameters(plan)
+
+    @classmethod
+    def allocate(
+        cls,
+        plan: UnitPlan,
+        device: torch.device,
+        *,
+        offload: bool,
+        num_replicas: int,
+        max_staged: int,
+        wire: Wire | None = None,
+        streams: Streams | None = None,
+    ) -> OuterState:
+        """Allocate the state. Momentum is zero; the anchor is set by `at_parameters`.
 
         Args:
             plan: this rank's shards.
@@ -130,16 +154,21 @@ class OuterState:
         copies = None
         if offload:  # anchor and momentum of each unit
             copies = OffloadStreams(device, streams or streams_of(device), 2 * max_staged)
-        units = {}
+        units, numels = {}, [shard.numel for shard in plan.shards for _ in range(2)]
+        resident = iter(_resident_tensors(numels, resident_device, is_pinned=is_pinned))
         for shard in plan.shards:
-            anchor = torch.empty(shard.numel, device=resident_device, pin_memory=is_pinned)
-            momentum = torch.zeros(shard.numel, device=resident_device, pin_memory=is_pinned)
-            shard.gather(anchor)
             residual = None
             if wire is not None and wire.has_residual:
                 residual = wire.new_residual(shard.numel, num_replicas, device)
+            anchor, momentum = next(resident), next(resident).zero_()
             units[shard.name] = UnitState(anchor, momentum, copies, residual)
         return cls(units, copies)
+
+    def at_parameters(self, plan: UnitPlan) -> OuterState:
+        """The same state, with the current parameters as anchor. Mutates the anchor."""
+        for shard in plan.shards:
+            shard.gather(self.units[shard.name].anchor)
+        return self
 
     def with_wire(self, wire: Wire, num_replicas: int, device: torch.device) -> OuterState:
         """The same anchor and momentum for another type on the wire, whose residuals begin at zero.
@@ -218,6 +247,17 @@ class OuterState:
         """Persistent bytes: anchors, momenta, and error-feedback residuals."""
         tensors: list[Any] = [t for u in self.units.values() for t in u.tensors().values()]
         return sum(int(tensor.nbytes) for tensor in tensors)
+
+
+def _resident_tensors(
+    numels: Sequence[int], device: torch.device, *, is_pinned: bool
+) -> Sequence[Tensor]:
+    """fp32 tensors of these sizes, uninitialized; page-locked ones share one buffer, because each
+    page-locked allocation is rounded up to a power of two."""
+    if is_pinned:
+        flat: Tensor = torch.empty(sum(numels), pin_memory=True)
+        return list(flat.split(list(numels)))
+    return [torch.empty(numel, device=device) for numel in numels]
 
 
 def replica_norms(

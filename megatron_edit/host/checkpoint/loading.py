@@ -161,6 +161,7 @@ class LoadControl:
             pieces: this rank's pieces of the outer state.
         """
         place, resume, choice = self._world.placement, self._resume, self._choice
+        check_on_all_ranks(self._world, "memory", engine.reserve_memory, what="memory")
         consumed = host.arguments.consumed_train_samples if resume is None else resume.plan.consumed
         check_stages(host.arguments, host.arguments.data_parallel_size, consumed)
         if choice is not None:
