@@ -325,25 +325,31 @@ class Group:
         rows = self.all_gather(padded)
         return [json.loads(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)]
 
-    def warm_up(self, *, has_exchanges: bool = False) -> None:
+    def warm_up(self, *collectives: Callable[[Tensor], object]) -> None:
         """Use the group once, so that NCCL connects and allocates its buffers, which lie outside of
         torch's pool, now and not during training. Does nothing on gloo, which is connected.
 
         Collective: all ranks of the group.
 
         Args:
-            has_exchanges: whether exchanges in phases will run on it.
+            collectives: those of its methods that training will call.
         """
         if not self.runs_in_order or self.size == 1:
             return
         counts = self.payload_bytes, self.num_started
         token = torch.zeros(self.size, 1, device=self.device)
-        self.all_reduce(token)
-        self.broadcast(token)
-        self.all_gather(token)
-        if has_exchanges:
-            self.start_all_to_all(torch.empty_like(token), token, 0).wait()
+        for collective in collectives:
+            collective(token)
         self.payload_bytes, self.num_started = counts  # do not count these
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Exchange rows, [size, n], as `start_all_to_all` does; return those received.
+
+        Collective: all ranks of the group, same shape and dtype.
+        """
+        received = torch.empty_like(rows)
+        self.start_all_to_all(received, rows, 0).wait()
+        return received
 
     def close(self) -> None:
         """Release the transport; no message may be in flight. Threads of gloo are joined here, and

@@ -15,9 +15,9 @@ from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import AUTO
 
-# NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. A few
-# blocks saturate any link between machines; NCCL_MAX_CTAS overrides this value.
-MAX_CTAS = 8
+# NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. Two
+# move some GB/s, more than such a link; NCCL_MAX_CTAS overrides this value.
+MAX_CTAS = 2
 
 
 @dataclass(frozen=True)

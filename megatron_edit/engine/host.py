@@ -297,17 +297,21 @@ class EngineGroups:
     ties: Mapping[str, Group]
 
     def warm_up(self, *, has_exchanges: bool) -> None:
-        """Use every group of the device once, in the same order on all ranks, so that NCCL
-        allocates its buffers before training takes the memory.
+        """Run each collective that a group of the device will need, in the same order on all ranks,
+        so that NCCL allocates its buffers before training takes the memory.
 
         Collective: all ranks of all replicas.
 
         Args:
             has_exchanges: whether exchanges in phases will run on the sync group.
         """
-        self.sync.warm_up(has_exchanges=has_exchanges)
-        for group in self._inside:
-            group.warm_up()
+        sync, ties = self.sync, [self.ties[name] for name in sorted(self.ties)]
+        phased = [sync.all_to_all] if has_exchanges else []
+        sync.warm_up(sync.all_reduce, sync.broadcast, sync.all_gather, *phased)
+        for group in (self.replica, self.stage):
+            group.warm_up(group.all_gather)
+        for tie in ties:
+            tie.warm_up(tie.broadcast)
 
     def close(self) -> None:
         """Release the transports at a regular end, with no message in flight.

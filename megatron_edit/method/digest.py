@@ -40,11 +40,16 @@ def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
 
 def combine(digests: Sequence[int]) -> int:
     """Combine several digests to one that depends on their order."""
-    total = 0
-    for digest in digests:
-        total = (total * _MIX + digest + 1) & _MASK
-        total ^= total >> 29
-    return _signed(total)
+    return combine_columns(torch.tensor(digests, dtype=torch.int64).unsqueeze(1))[0]
+
+
+def combine_columns(rows: Tensor) -> list[int]:
+    """Combine the digests of each column, int64 [n, columns], from the first row to the last."""
+    total = torch.zeros(rows.shape[1:], dtype=torch.int64)
+    for row in rows:
+        total = total * _signed(_MIX) + row + 1  # modulo 2^64
+        total ^= (total >> 29) & (_MASK >> 29)  # as an unsigned number
+    return list(total.tolist())
 
 
 def as_hex(digest: int) -> str:

@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
+from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import EngineSettings
+from megatron_edit.engine.sync.reports import Footprint, SyncReports
 from megatron_edit.engine.units import ParamShard, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.seams.patching import Patcher
-from megatron_edit.method.digest import as_hex, combine, tensor_digest
+from megatron_edit.method.digest import as_hex, combine, combine_columns, tensor_digest
+from megatron_edit.method.moments import NO_MOMENTS
 from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, RoundStart, StepSchedule
 
 
@@ -80,6 +83,47 @@ def test_digest_depends_on_order_and_not_on_tensor_split() -> None:
     assert combine([1, 2]) != combine([2, 1])
     assert len(as_hex(-1)) == 16
     assert tensor_digest([torch.zeros(3)]) != tensor_digest([torch.tensor([0.0, -0.0, 0.0])])
+
+
+def test_payload_of_many_ranks_counts_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches seconds of Python on every rank of a replica with thousands of them at each sync."""
+    calls: list[int] = []
+    numels = torch.tensor([[1000 + (rank % 3 == 0), 7] for rank in range(4096)])
+    wire = Wire.of("int8")
+    expected = sum(wire.payload_bytes(numel, 4) for numel in numels.flatten().tolist())
+    payload = Wire.payload_bytes
+
+    def noting(self: Wire, numel: int, size: int) -> int:
+        calls.append(numel)
+        return payload(self, numel, size)
+
+    monkeypatch.setattr(Wire, "payload_bytes", noting)
+    anything: Any = SimpleNamespace
+    reports = SyncReports(
+        anything(sync=anything(size=4)), anything(), wire, Footprint(numels, 100, 0)
+    )
+    plan = anything(
+        selection=anything(indices=[0, 1]), moments=NO_MOMENTS,
+        decision=anything(rollback=torch.tensor([False, False])),
+    )  # fmt: skip
+    assert reports.wire_bytes(plan) == 300 + expected
+    assert len(calls) == 3
+
+
+def test_digests_of_columns_equal_those_of_lists() -> None:
+    """Catches an overflow or a signed shift in the combination of digests of many ranks."""
+    mask, mix = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    rows = torch.randint(-(2**63), 2**63 - 1, (50, 3), generator=torch.Generator().manual_seed(3))
+
+    def expected(values: list[int]) -> int:
+        total = 0
+        for value in values:
+            total = (total * mix + value + 1) & mask
+            total ^= total >> 29
+        return total - (1 << 64) * (total >> 63)
+
+    assert combine_columns(rows) == [expected(column) for column in rows.t().tolist()]
+    assert combine([]) == 0 and combine([-5]) == expected([-5])
 
 
 def test_control_record_round_trip() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.units import UnitPlan
 from megatron_edit.errors import DriftError
-from megatron_edit.method.digest import combine
+from megatron_edit.method.digest import combine, combine_columns
 
 _EXACT = (1 << 52) - 1  # bits of a digest that a float64 of a record holds
 
@@ -35,8 +35,7 @@ def replica_digests(
     row = torch.zeros(len(plan.names), dtype=torch.int64)
     for index, digest in mine.items():
         row[index] = digest
-    columns = groups.replica.all_gather(row).t().tolist()
-    units = [combine(column) for column in columns]
+    units = combine_columns(groups.replica.all_gather(row).cpu())
     return units, combine(units)
 
 

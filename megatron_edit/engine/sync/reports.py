@@ -126,10 +126,11 @@ class SyncReports:
         size, units = self.groups.sync.size, list(plan.selection.indices)
         exchanged = self.footprint.unit_numels[:, units][:, ~plan.decision.rollback]
         tables = (size - 1) * self.footprint.table_bytes
-        numels = exchanged.flatten().tolist()
+        sizes, counts = exchanged.unique(return_counts=True)  # few: most ranks have equal shards
         return tables + sum(
-            self.wire.payload_bytes(int(numel), size) + moment_bytes(plan.moments, int(numel), size)
-            for numel in numels
+            int(count)
+            * (self.wire.payload_bytes(numel, size) + moment_bytes(plan.moments, numel, size))
+            for numel, count in zip(sizes.tolist(), counts.tolist(), strict=True)
         )
 
     def _check(self, sync: Sync) -> int:
