@@ -1,4 +1,4 @@
-"""The description of a rank's device, from which all ranks choose the transport between replicas."""
+"""The description of a rank's device, from which ranks choose the transport between replicas."""
 
 from __future__ import annotations
 
