@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,9 +24,9 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from frame.launch import RunFailedError
+from frame.launch import REPOSITORY, RunFailedError
 from gpu_parts.cases import TRACED, Case, Software, cases_for, chosen, lacking
-from gpu_parts.device import DeviceError, Devices, describe_devices, look
+from gpu_parts.device import DeviceError, Devices, describe_devices, look, nccl_version
 from gpu_parts.plan import Plan, table
 from gpu_parts.pretrain_measured import with_trace
 from gpu_parts.report import MIN_BYTES, Analysis, draw, markdown
@@ -467,3 +470,39 @@ def test_another_nccl_is_loaded_and_asked_for_its_version(
     assert seen == ["", str(library)]
     assert "shared-overlap" in lacking_own and not lacking_new
     assert gpu_check.parse(words).budget == 500
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="a torch without NCCL")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_torch_uses_the_nccl_that_is_loaded_first(tmp_path: Path) -> None:
+    """A preloaded library with nothing but a version: torch does not find the rest in its own."""
+    source, library = tmp_path / "nccl.c", tmp_path / "other.so"
+    source.write_text("int ncclGetVersion(int *v) { *v = 29912; return 0; }")
+    argv = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", str(library), str(source)]
+    subprocess.run(argv, check=True)
+    code = "from gpu_parts.device import nccl_version; print(nccl_version())"
+    own, other = (
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True,
+            cwd=REPOSITORY / "benchmarks",
+        )
+        for more in ({}, {"LD_PRELOAD": str(library)})
+    )  # fmt: skip
+    assert own.stdout.strip() == ".".join(map(str, torch.cuda.nccl.version())), own.stderr
+    assert "undefined symbol: nccl" in other.stderr
+
+
+def test_version_is_that_of_the_loaded_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the version that torch was compiled with, which is another than that of `--nccl`."""
+
+    class Library:
+        """NCCL, of which only the version is asked."""
+
+        def __init__(self, name: str) -> None:
+            assert name == "libnccl.so.2"
+
+        def ncclGetVersion(self, number: Any) -> None:
+            number._obj.value = 23105
+
+    monkeypatch.setattr("gpu_parts.device.ctypes.CDLL", Library)
+    assert nccl_version() == "2.31.5"
