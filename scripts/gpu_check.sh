@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Checks EDiT on this machine's GPUs in under a quarter of an hour; see benchmarks/gpu_check.py.
+# Checks EDiT on this machine's GPUs in under ten minutes; see benchmarks/gpu_check.py and docs/gpu.md.
 #
-#   scripts/gpu_check.sh [--python INTERPRETER] [--output FILE.json] [--cases NAMES] [--device cuda|cpu]
+#   scripts/gpu_check.sh [--python INTERPRETER] [--output FILE.json] [--budget SECONDS] [--list]
+#                        [--cases NAMES] [--devices N] [--nccl LIBRARY] [--device cuda|cpu]
 #
-# Writes a JSON file (default: benchmarks/out/gpu_check.json) with a page, a picture and traces next
-# to it. INTERPRETER needs torch, megatron-core and our requirements; our package is imported from
-# this repository. Exit code 0 where all checks pass, 1 where one failed, 2 without a GPU.
+# The most valuable cases come first (--list prints them), and one begins only if it should end within
+# --budget (default: 500 seconds in all). Writes a JSON file (default: benchmarks/out/gpu_check.json)
+# after each case, at the end a page and a picture, and traces next to it. INTERPRETER needs torch,
+# megatron-core and our requirements; our package is imported from this repository. LIBRARY is an
+# NCCL to use instead of torch's. Exit code 0 where all checks pass, 1 where one failed, 2 without a
+# GPU.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,7 +20,7 @@ while [ $# -gt 0 ]; do
             [ $# -ge 2 ] || { echo "gpu_check: --python: needs an interpreter" >&2 && exit 2; }
             python=$2 && shift 2
             ;;
-        -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+        -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
         --output | --output=*) output=() && arguments+=("$1") && shift ;;
         *) arguments+=("$1") && shift ;;
     esac

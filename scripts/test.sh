@@ -54,7 +54,7 @@ case " $* " in
         # The others use a cluster, a browser, a network lab or clocks: one after the other.
         together=(tests/system/test_{docs,elastic_docs,launch,package,telemetry,setup,compare}.py
             tests/system/test_{recipes,check_output,check_verdicts,plan_agreement}.py
-            tests/system/test_{corpus,wrong_inputs,gpu_check_run}.py)
+            tests/system/test_{corpus,wrong_inputs,gpu_check_run,gpu_check_flags}.py)
         run "${parallel[@]}" "$@" "${together[@]}"
         run "$@" "${together[@]/#/--ignore=}" tests/system
         ;;

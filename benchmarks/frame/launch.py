@@ -39,6 +39,7 @@ BENCHMARKS = REPOSITORY / "benchmarks"
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
 DONE = "[after training is done]"
 NUM_TAIL_LINES = 40
+PROBE_SECONDS = 60.0  # for the imports, and the first use of a GPU
 GRACE_SECONDS = 30  # for the other ranks after a failure, and beyond the time limit
 FIRST_LAB_PORT = 29500
 # Importing these takes most of the start of a training. Megatron is not among them: the plugin must
@@ -128,8 +129,16 @@ class Training:
             time.sleep(poll)
         return found
 
-    def to_end(self, callback: Callable[[], None], *, limit: float, poll: float) -> list[int]:
+    def to_end(
+        self, callback: Callable[[], None], *, limit: float, poll: float, may_fail: bool = False
+    ) -> list[int]:
         """Wait until all ranks have ended, and call `callback` every `poll` seconds until then.
+
+        Args:
+            callback: called with no arguments.
+            limit: seconds until the training is given up.
+            poll: seconds between two calls.
+            may_fail: whether ranks are expected to fail, so that only `limit` is an error.
 
         Returns:
             The exit codes. They may differ from 0 where training was over, as an interpreter may
@@ -139,7 +148,8 @@ class Training:
             RunFailedError: a rank ended too early, or `limit` seconds have passed.
         """
         deadline = time.monotonic() + limit
-        while any(code is None for code in self._checked_codes()):
+        codes_now = self.exit_codes if may_fail else self._checked_codes
+        while any(code is None for code in codes_now()):
             codes = self.exit_codes()
             if all(code is not None for code in codes[1:]):
                 self._others_are_done()
@@ -149,7 +159,7 @@ class Training:
                 raise self.failed(f"not done after {limit:.0f} s", 0)
             callback()
             time.sleep(poll)
-        return [code or 0 for code in self._checked_codes()]
+        return [code or 0 for code in codes_now()]
 
     def _checked_codes(self) -> list[int | None]:
         codes = self.exit_codes()
@@ -166,9 +176,12 @@ class Forks:
         first_port: where to start the search for free ports.
         time_limit: seconds of a training; ranks end themselves some time after it.
         preload: modules that are imported once, in the process from which all ranks are forked.
-        gpus: whether ranks may use the GPUs of this machine. They are then started as new
-            processes: importing torch's compiler looks for GPUs, and CUDA does not work in forks of
-            a process that has done so.
+        gpus: whether ranks may use the GPUs of this machine. They are forked only if CUDA works in
+            a fork, which is tried: importing a module may have looked for GPUs, and CUDA does not
+            work in forks of a process that has done so. Else they are started as new processes.
+
+    Attributes:
+        are_forked: whether ranks are forked from a process that has imported the slow modules.
     """
 
     def __init__(
@@ -185,12 +198,14 @@ class Forks:
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["PYTHONPATH"] = _python_path()  # for the forkserver started below
+        # By this variable torch counts GPUs without CUDA.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._context: SpawnContext | ForkServerContext
-        if gpus:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self.are_forked = not gpus or _works_in_fork(self._context)
+        if not self.are_forked:
             self._context = multiprocessing.get_context("spawn")
-        else:
-            self._context = multiprocessing.get_context("forkserver")
-            self._context.set_forkserver_preload(list(preload))
 
     @contextmanager
     def training(
@@ -392,6 +407,25 @@ def _python_path(package: Path = REPOSITORY) -> str:
     """Return PYTHONPATH with the folders of the package and of the benchmarks first."""
     paths = (str(package), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join(filter(None, paths))
+
+
+def _works_in_fork(context: ForkServerContext) -> bool:
+    """Return whether CUDA works in a process that is forked from the server of a context."""
+    process = context.Process(target=use_gpu, daemon=True)
+    process.start()
+    process.join(PROBE_SECONDS)
+    code = process.exitcode
+    process.kill()
+    return code == 0
+
+
+def use_gpu() -> None:
+    """Use CUDA in this process, also in the thread of a backward pass; raises if it fails."""
+    import torch
+
+    weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
+    torch.cuda.synchronize()
 
 
 def _exit_code_reader(process: ForkServerProcess | SpawnProcess) -> Callable[[], int | None]:

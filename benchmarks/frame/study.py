@@ -244,17 +244,23 @@ class Study[M]:
         store_result(path, configuration, {"found": to_json(found)})
         return found
 
-    def measure(self, key: str, make: Callable[[], M]) -> M | None:
-        """Return the stored or new measurement of a key; record a failed run and return None."""
+    def measure[T](self, key: str, make: Callable[[], T], form: type[T] | None = None) -> T | None:
+        """Return the stored or new measurement of a key; record a failed run and return None.
+
+        Args:
+            key: unique in the series.
+            make: returns the measurement.
+            form: its type; that of the study by default.
+        """
         try:
-            found = self.once(key, self._form, make)
+            found = self.once(key, typing.cast(type[T], form or self._form), make)
         except RunFailedError as error:
             say(f"{self._name}: {key}: {error}")
             lines = f"{key}: {error}".strip().splitlines()
             self.failures.append(" ".join([lines[0], *lines[1:][-1:]]))
             return None
         else:
-            say(f"{key}: {self.describe(found)}")
+            say(f"{key}: {self.describe(typing.cast(M, found))}")
             return found
         finally:
             if self._bar is not None:

@@ -1,9 +1,10 @@
-"""The cases: small trainings in every mode for checks, and larger ones for measurements."""
+"""The cases, the most valuable first: small trainings in every mode for checks, larger ones for
+measurements, and the calls of a group alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from frame.gpt import Model, edit_flags, flag_words
@@ -44,6 +45,18 @@ A_EDIT = ("--edit-strategy", "a-edit", "--edit-sync-seconds", "0.5", "--edit-min
 CLOSE, BF16_CLOSE = 0.0005, 0.002
 # Coarse wire types amplify such differences.
 COARSE_CLOSE = 0.02
+# Estimated seconds of a launch, from those of an H200 with 16 cores
+# (benchmarks/results/gpu_check_h200_202611.json); nearly all of them are its start.
+SECONDS = {SMALL: 30.0, LARGE: 30.0}
+CALLS_SECONDS = 20.0
+# What NCCL needs for several ranks on a GPU, and what tells it to accept them.
+SHARED_NCCL, SHARED = (2, 30), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+TE, MUON = "transformer_engine", "emerging_optimizers"
+ELASTIC_TORCH = (2, 14)
+NUMS_CTAS = (1, 2, 4, 8, 16)
+# Faults: the last rank is stopped for a few seconds in an exchange, or killed in it; or the run is
+# elastic, and the hub must commit its rounds.
+STOP, KILL, ELASTIC = "stop", "kill", "elastic"
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,14 @@ class Case:
         resumes_at: step after which it ends, with a checkpoint, and starts again; 0 for none. The
             second launch is measured.
         twin: name of a case with the same parameters after the same syncs, bit for bit.
+        like: name of the case whose losses on the CPU are those of this one; empty for its own.
+        special: one of `STOP`, `KILL` and `ELASTIC`; empty for none.
+        is_apart: whether each rank is a launch of its own; always on a single device.
+        shares_device: whether several ranks communicate over NCCL from a single device.
+        packages: modules that it needs.
+        environment: variables in addition, as `NAME=VALUE`.
+        without: switches of all cases that it must not have.
+        is_training: whether it is one; otherwise all calls of a `Group`.
     """
 
     name: str
@@ -79,6 +100,26 @@ class Case:
     fragments: int = 1
     resumes_at: int = 0
     twin: str | None = None
+    like: str = ""
+    special: str = ""
+    is_apart: bool = False
+    shares_device: bool = False
+    packages: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    is_training: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds on a GPU."""
+        if not self.is_training:
+            return CALLS_SECONDS
+        return SECONDS[self.size] * (2 if self.resumes_at else 1)
+
+    @property
+    def delay(self) -> int:
+        """Steps from the start of a sync to its landing."""
+        return int(DELAYED[1]) if DELAYED[0] in self.words else 0
 
     @property
     def num_ranks(self) -> int:
@@ -89,6 +130,11 @@ class Case:
     def least_steps(self) -> int:
         """Fewest steps of replica 0 in the last launch; in timed rounds others may make more."""
         return self.steps // 2 if self.is_timed else self.steps - self.resumes_at
+
+    @property
+    def has_reading(self) -> bool:
+        """Whether it is a training to its end, whose event files are read."""
+        return self.is_training and self.special in ("", STOP)
 
     @property
     def is_stock(self) -> bool:
@@ -116,35 +162,27 @@ class Case:
         words = model.flags(self.num_ranks, train_iters=self.steps, log_interval=1)
         words += flag_words({"lr": 1e-3, "transformer-impl": "local", "edit-device": device}, PLAIN)
         words += flag_words({}, DETERMINISTIC) if self.size == SMALL else []
+        words = [word for word in words if word not in self.without]
         if self.is_stock:
             return [*words, *self.words]
         edit = edit_flags(self.num_replicas, warmup_steps=WARMUP, log_dir=log_dir)
-        every: dict[str, float | int] = {
-            "edit-digest-interval": 1, "edit-fragments": self.fragments
-        }  # fmt: skip
+        every: dict[str, float | int] = {"edit-digest-interval": 1}
+        if self.special == ELASTIC:
+            edit = [word.replace("num-replicas", "nominal-replicas") for word in edit]
+        else:
+            every |= {"edit-fragments": self.fragments}
         if not self.is_timed:
             every |= {"edit-sync-interval": TAU} | OUTER
         return [*words, *edit, *flag_words(every), *self.words]
 
 
+def group_calls() -> list[Case]:
+    """Return the calls of `Group`: what no training with replicas on one GPU brings to NCCL."""
+    return [Case("group-calls", num_replicas=1, tolerance=None, is_training=False)]
+
+
 def small_cases() -> list[Case]:
     """Return small trainings in every mode, which check correctness."""
-    return [
-        Case("stock", BF16, num_replicas=1),
-        Case("blocking", (*BF16, "--edit-sync-mode", "blocking")),
-        Case("overlap", (*BF16, *OVERLAP), twin="blocking"),
-        Case("overlap-fp32", OVERLAP, tolerance=CLOSE),
-        Case("overlap-offload", (*BF16, *OFFLOAD), twin="blocking"),
-        Case("resumed", (*BF16, *OVERLAP), tolerance=None, resumes_at=RESUME_STEP, twin="blocking"),
-        Case("overlap-int8", (*BF16, *OVERLAP, *INT8)),
-        Case("delayed", (*BF16, *DELAYED)),
-        Case("delayed-int8", (*BF16, *DELAYED, *INT8)),
-        Case("a-edit", (*BF16, *A_EDIT), steps=A_EDIT_STEPS, is_timed=True, tolerance=None),
-    ]
-
-
-def cases_of_wires_and_rules() -> list[Case]:
-    """Return small trainings with the other wire types, and with what else a sync can do."""
     words = (*BF16, *OVERLAP)
     rules = {
         "overlap-moments": ("--edit-average-moments", "both"),
@@ -152,26 +190,87 @@ def cases_of_wires_and_rules() -> list[Case]:
     }
     coarse = {f"overlap-{name}": ("--edit-sync-dtype", name)
               for name in ("int4", "int2", "ternary", "sign")}  # fmt: skip
-    cases = [Case(name, (*words, *more)) for name, more in rules.items()]
     blocking = ("--edit-sync-mode", "blocking", "--edit-check-commits")
-    cases += [Case("overlap-fragments", words, fragments=2)]
-    cases += [Case("checked-commits", (*BF16, *blocking), twin="blocking")]
-    return cases + [Case(name, (*words, *more), tolerance=COARSE_CLOSE)
-                    for name, more in coarse.items()]  # fmt: skip
+    return [
+        Case("blocking", (*BF16, "--edit-sync-mode", "blocking")),
+        Case("overlap", words, twin="blocking"),
+        Case("overlap-fp32", OVERLAP, tolerance=CLOSE),
+        Case("overlap-offload", (*BF16, *OFFLOAD), twin="blocking"),
+        Case("overlap-int8", (*words, *INT8)),
+        Case("delayed", (*BF16, *DELAYED)),
+        Case("delayed-int8", (*BF16, *DELAYED, *INT8)),
+        Case("stock", BF16, num_replicas=1),
+        Case("checked-commits", (*BF16, *blocking), twin="blocking"),
+        Case("a-edit", (*BF16, *A_EDIT), steps=A_EDIT_STEPS, is_timed=True, tolerance=None),
+        *(Case(name, (*words, *more)) for name, more in rules.items()),
+        Case("overlap-fragments", words, fragments=2),
+        *(Case(name, (*words, *more), tolerance=COARSE_CLOSE) for name, more in coarse.items()),
+    ]
 
 
-def cases_of_several_devices(count: int) -> list[Case]:
-    """Return cases that need several devices: gloo between GPUs, and replicas of several ranks."""
-    cases = [Case("overlap-gloo", (*BF16, *OVERLAP, *GLOO))] if count >= 2 else []
-    if count >= 4:
-        # Tied embeddings on two stages: a regression case of a deadlock of two messages on a queue.
-        pipeline, tensor = (f"--{kind}-model-parallel-size" for kind in ("pipeline", "tensor"))
-        cases += [
-            Case("overlap-two-ranks", (*BF16, *OVERLAP), ranks=2),
-            Case("overlap-tp2", (*BF16, *OVERLAP, tensor, "2"), ranks=2),
-            Case("overlap-pp2-tied", (*BF16, *OVERLAP, pipeline, "2"), ranks=2),
-        ]
-    return cases
+def resumed() -> list[Case]:
+    """Return a training that ends in the middle of a round and is resumed."""
+    words = (*BF16, *OVERLAP)
+    return [Case("resumed", words, tolerance=None, resumes_at=RESUME_STEP, twin="blocking")]
+
+
+def cases_over_nccl_on_one_device() -> list[Case]:
+    """Return cases of several ranks on a GPU, which NCCL accepts from version 2.30 on."""
+    tensor = ("--tensor-model-parallel-size", "2")
+    shared = Case("shared", (*BF16, "--edit-sync-backend", "nccl"), shares_device=True)
+    two = replace(shared, ranks=2, words=(*shared.words, *tensor), tolerance=None)
+    return [
+        replace(shared, name="shared-overlap", words=(*shared.words, *OVERLAP), like="overlap"),
+        replace(two, name="shared-tp2-overlap", words=(*two.words, *OVERLAP), like="overlap-tp2",
+                tolerance=BF16_CLOSE),
+        replace(two, name="shared-tp2-int8", words=(*two.words, *OVERLAP, *INT8)),
+        replace(two, name="shared-tp2-delayed-int8", words=(*two.words, *DELAYED, *INT8),
+                like="delayed-int8-tp2", tolerance=BF16_CLOSE),
+    ]  # fmt: skip
+
+
+def cases_of_several_devices() -> list[Case]:
+    """Return cases that need several devices, the most valuable first."""
+    words, tensor = (*BF16, *OVERLAP), ("--tensor-model-parallel-size", "2")
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    engine = ("--transformer-impl", TE)
+    two, with_te = Case("", words, ranks=2), Case("", (*words, *engine), packages=(TE,))
+    virtual = (*pipeline, "--num-layers-per-virtual-pipeline-stage", "1")
+    experts = ("--num-experts", "2", "--expert-model-parallel-size", "2")
+    context = ("--context-parallel-size", "2")
+    muon = Case("muon", (*BF16, "--optimizer", "muon"), packages=(MUON,), tolerance=COARSE_CLOSE,
+                without=("--overlap-param-gather",))  # fmt: skip
+
+    def tried(case: Case, name: str, *more: str, tolerance: float | None = None) -> Case:
+        return replace(case, name=name, words=(*case.words, *more), tolerance=tolerance)
+
+    return [
+        # With one hardware queue, as all cases.
+        Case("delayed-int8-tp2", (*BF16, *DELAYED, *INT8, *tensor), ranks=2),
+        Case("stopped", words, twin="overlap", tolerance=None, special=STOP),
+        Case("killed", (*words, "--edit-timeout-seconds", "15"), tolerance=None, special=KILL),
+        Case("overlap", words, twin="blocking"),
+        Case("separate", words, twin="overlap", like="overlap", is_apart=True),
+        tried(with_te, "te"),
+        tried(with_te, "te-fp8", "--fp8-format", "hybrid", "--fp8-param-gather"),
+        tried(with_te, "te-precision-aware", "--use-precision-aware-optimizer"),
+        tried(two, "vpp", *virtual, tolerance=BF16_CLOSE),
+        tried(two, "ep", *experts, tolerance=COARSE_CLOSE),
+        tried(replace(with_te, ranks=2), "cp", *context),
+        Case("elastic", BF16, tolerance=None, is_apart=True, special=ELASTIC),
+        muon,
+    ]
+
+
+def cases_of_transports_and_layouts() -> list[Case]:
+    """Return further cases of several devices: gloo between GPUs, and replicas of two ranks."""
+    words, two = (*BF16, *OVERLAP), Case("", ranks=2)
+    # Tied embeddings on two stages: a regression case of a deadlock of two messages on a queue.
+    kinds = {"two-ranks": (), "tp2": ("--tensor-model-parallel-size", "2"),
+             "pp2-tied": ("--pipeline-model-parallel-size", "2")}  # fmt: skip
+    layouts = [replace(two, name=f"overlap-{name}", words=(*words, *more))
+               for name, more in kinds.items()]  # fmt: skip
+    return [Case("overlap-gloo", (*words, *GLOO)), *layouts]
 
 
 def large_cases() -> list[Case]:
@@ -179,22 +278,72 @@ def large_cases() -> list[Case]:
     words = (*BF16, "--lr", "1e-4")
     stock = Case("large-stock", words, LARGE, num_replicas=1, steps=LARGE_STEPS, tolerance=None)
     edit = replace(stock, num_replicas=2)
-    blocking, overlap = ("--edit-sync-mode", "blocking"), OVERLAP
-    int2 = ("--edit-sync-dtype", "int2")
     return [
         stock,
-        replace(edit, name="large-blocking", words=(*words, *blocking), is_traced=True),
-        replace(edit, name="large-overlap", words=(*words, *overlap), is_traced=True),
-        replace(edit, name="large-offload", words=(*words, *OFFLOAD)),
+        replace(edit, name="large-overlap", words=(*words, *OVERLAP), is_traced=True),
         replace(edit, name="large-delayed", words=(*words, *DELAYED)),
-        replace(edit, name="large-int2", words=(*words, *overlap, *int2), is_traced=True),
+        replace(edit, name="large-offload", words=(*words, *OFFLOAD)),
     ]
 
 
+def more_large_cases() -> list[Case]:
+    """Return further ones, for what little time is left."""
+    edit = large_cases()[1]
+    words, int2 = edit.words, ("--edit-sync-dtype", "int2")
+    return [
+        replace(edit, name="large-blocking", words=(*words, "--edit-sync-mode", "blocking")),
+        replace(edit, name="large-int2", words=(*words, *int2)),
+    ]
+
+
+def cases_by_ctas() -> list[Case]:
+    """Return large delayed trainings whose exchanges may take so many CTAs of a GPU."""
+    (delayed,) = (case for case in large_cases() if case.name == "large-delayed")
+    return [replace(delayed, name=f"large-ctas-{n}", environment=(f"NCCL_MAX_CTAS={n}",))
+            for n in NUMS_CTAS]  # fmt: skip
+
+
 def cases_for(device: str, count: int) -> list[Case]:
-    """Return all cases that a machine can run, the most important first."""
-    large = large_cases() if device == "cuda" else []
-    return small_cases() + cases_of_several_devices(count) + large + cases_of_wires_and_rules()
+    """Return all cases for a number of devices, the most valuable first; see `lacking`."""
+    if device == "cuda" and count == 1:
+        found = group_calls() + large_cases() + resumed() + cases_over_nccl_on_one_device()
+        return found + small_cases() + more_large_cases()
+    several = cases_of_several_devices() if count >= 2 else []
+    large = large_cases() + cases_by_ctas() if device == "cuda" else []
+    found = group_calls() + several + large + resumed()
+    found += [case for case in small_cases() if case.name not in {each.name for each in found}]
+    found += cases_of_transports_and_layouts() if count >= 2 else []
+    found += more_large_cases() if device == "cuda" else []
+    # With `apart`, ranks of a CPU share it.
+    return [case for case in found if case.num_ranks <= count or (count == 1 and case.ranks == 1)]
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a machine has.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        torch: version.
+        nccl: version; empty on the CPU.
+        has: returns whether a module can be imported.
+    """
+
+    device: str
+    torch: tuple[int, ...]
+    nccl: tuple[int, ...]
+    has: Callable[[str], bool]
+
+
+def lacking(case: Case, software: Software) -> str | None:
+    """Return what a case needs that a machine has not; None where it can run."""
+    if case.shares_device and software.nccl < SHARED_NCCL:
+        return f"NCCL {'.'.join(map(str, SHARED_NCCL))}"
+    if case.special == ELASTIC and software.torch < ELASTIC_TORCH:
+        return f"torch {'.'.join(map(str, ELASTIC_TORCH))}"
+    if software.device == "cpu" and TE in case.packages:
+        return "a GPU"
+    return next((name for name in case.packages if not software.has(name)), None)
 
 
 def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:

@@ -7,6 +7,7 @@ Prints JSON. It runs in a separate process, as a context on a device would keep 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -62,13 +63,25 @@ def describe_devices(device: str) -> Devices:
     if device == "cpu":
         return Devices("CPU", 1, {}, copy_rate(device))
     torch.cuda.init()
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return Devices(
         name=torch.cuda.get_device_name(0),
         count=torch.cuda.device_count(),
-        versions={"cuda": str(torch.version.cuda), "nccl": nccl},
+        versions={"cuda": str(torch.version.cuda), "nccl": nccl_version()},
         copy_rate=copy_rate(device),
     )
+
+
+def nccl_version() -> str:
+    """Return the version of the loaded NCCL: torch reports the one that it was compiled with."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(
+            ctypes.byref(number)
+        )  # loaded by torch, or before
+    except (OSError, AttributeError):  # part of torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    major, rest = divmod(number.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def copy_rate(device: str) -> float:

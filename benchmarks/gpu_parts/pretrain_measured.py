@@ -3,13 +3,17 @@
     GPU_CHECK_MEMORY=FILE GPU_CHECK_TRACE=FILE GPU_CHECK_STEPS=39,42 \
         python -m megatron_edit benchmarks/gpu_parts/pretrain_measured.py --num-layers 2 ...
 
-Without GPU_CHECK_TRACE there is no trace. A with_trace step must have one micro-batch.
+Without GPU_CHECK_TRACE there is no trace. A with_trace step must have one micro-batch. With
+GPU_CHECK_FAULT=stop the process stops itself for some seconds in an exchange, with kill it ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from functools import wraps
 from itertools import count
@@ -22,6 +26,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 SEED = 1234
+FAULT, FAULT_FILE = "GPU_CHECK_FAULT", "GPU_CHECK_FAULT_FILE"
+FAULTY_SYNC, STOPPED_SECONDS = 2, 5
 MEMORY, TRACE, STEPS = "GPU_CHECK_MEMORY", "GPU_CHECK_TRACE", "GPU_CHECK_STEPS"
 
 
@@ -31,11 +37,37 @@ def main() -> None:
     from megatron.training import training  # the plugin must be imported first
 
     training.setup_model_and_optimizer = seeded(training.setup_model_and_optimizer)
+    if fault := os.environ.get(FAULT):
+        hurt_in_exchange(fault, Path(os.environ[FAULT_FILE]))
     if path := os.environ.get(TRACE):
         first, last = map(int, os.environ[STEPS].split(","))
         script.forward_step = with_trace(script.forward_step, Path(path), first, last)
     script.main()
     Path(os.environ[MEMORY]).write_text(json.dumps(peak_bytes()), encoding="utf-8")
+
+
+def hurt_in_exchange(fault: str, told: Path) -> None:
+    """Stop or kill this process when it has started the exchanges of a sync.
+
+    Args:
+        fault: `stop` or `kill`.
+        told: gets the time at which it happened, as in `time.time()`.
+    """
+    from megatron_edit.engine.sync.manager import SyncManager
+
+    start, syncs = SyncManager.start, count(1)
+
+    @wraps(start)
+    def hurt(self: SyncManager, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        if next(syncs) == FAULTY_SYNC:
+            told.write_text(str(time.time()), encoding="utf-8")
+            if fault == "stop":
+                again = f"sleep {STOPPED_SECONDS}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", again])
+            os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+    SyncManager.start = hurt  # type: ignore[method-assign]
 
 
 def seeded[**P, T](build: Callable[P, T]) -> Callable[P, T]:

@@ -106,6 +106,7 @@ class Analysis:
             "distance": self.distance(reading),
             "step_ms": median(steady),
             "exposed_ms": median(self._usual_exposed(reading) or [0.0]),
+            "beside_ms": self._step_beside_exchange(reading),
             "share_beyond_median_step": 1 - median(steady) / mean(steady),
             "peak_bytes": reading.peak_bytes,
             "bytes_per_parameter": self._peak_per_parameter(reading),
@@ -115,9 +116,9 @@ class Analysis:
 
     def distance(self, reading: Reading) -> float | None:
         """Return the mean relative distance from the losses of the CPU; None without any."""
-        if (found := self.reference.get(reading.case)) is None:
-            return None
-        if self.cases[reading.case].tolerance is None:
+        case = self.cases[reading.case]
+        found = self.reference.get(case.like or case.name)
+        if found is None or case.tolerance is None:
             return None
         iterations, losses = found
         if [float(i) for i in reading.iterations] != list(iterations):
@@ -158,6 +159,14 @@ class Analysis:
         slowed = self._slowed(reading)
         pairs = list(zip(reading.sync_steps, reading.exposed_ms, strict=True))[1:-1]
         return [ms for step, ms in pairs if step not in slowed]
+
+    def _step_beside_exchange(self, reading: Reading) -> float | None:
+        """Return the median of the first steps after the start of a delayed sync; None without."""
+        if not self.cases[reading.case].delay:
+            return None
+        numbered = enumerate(reading.step_ms, start=1)
+        beside = [ms for step, ms in numbered if step - 1 in reading.sync_steps[1:-1]]
+        return median(beside) if beside else None
 
     def _slowed(self, reading: Reading) -> range:
         """Return the steps in which a profiler was active, or wrote its file."""
@@ -209,6 +218,7 @@ CASES = (
     Column("from the CPU's", "distance", "{:.2%}"),
     Column("step (ms)", "step_ms", "{:.1f}"),
     Column("exposed per sync (ms)", _if_synced(lambda row: row["exposed_ms"]), "{:.1f}"),
+    Column("step beside an exchange (ms)", "beside_ms", "{:.1f}"),
     Column("beyond the median step", "share_beyond_median_step", "{:.1%}"),
     Column("device bytes per parameter", "bytes_per_parameter", "{:.1f}"),
     Column("beyond stock", "bytes_beyond_stock", "{:+.1f}"),
@@ -221,6 +231,16 @@ COSTS = (
     Column("least (ms)", "least_ms", "{:.2f}"),
     Column("bytes per element", "bytes_per_element", "{:.0f}"),
     Column("least", "least_bytes_per_element"),
+)
+OUTCOMES = (
+    Column("case", "case"),
+    Column("measured", "name"),
+    Column("value", "value", "{:.1f}"),
+)
+LEFT_OUT = (
+    Column("left out", "case"),
+    Column("expected (s)", "seconds", "{:.0f}"),
+    Column("needs", "lacking"),
 )
 MARKS = (
     Column("case", "case"),
@@ -239,10 +259,16 @@ def markdown(summary: Mapping[str, Any], failures: Sequence[str]) -> str:
     head = f"{summary['device']} x {summary['num_devices']}, "
     head += f"{summary['copy_rate'] / 1e9:.0f} GB/s read and written in a copy"
     verdict = "\n".join(f"- FAILED: {line}" for line in failures) or "All checks passed."
-    parts = [head, verdict, table_of(CASES, summary["rows"])]
-    if summary["sync_costs"]:
-        parts += [table_of(COSTS, summary["sync_costs"]), table_of(MARKS, summary["marks"])]
-    return "\n\n".join(parts)
+    outcomes = [
+        {"case": each["case"], "name": name, "value": value}
+        for each in summary["outcomes"]
+        for name, value in each["numbers"].items()
+    ]
+    tables = [
+        (CASES, summary["rows"]), (LEFT_OUT, summary["left_out"]), (OUTCOMES, outcomes),
+        (COSTS, summary["sync_costs"]), (MARKS, summary["marks"]),
+    ]  # fmt: skip
+    return "\n\n".join([head, verdict, *(table_of(*each) for each in tables if each[1])])
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -47,11 +47,14 @@ class RankDevice:
         host: name of the machine.
         gpu: identifier of the GPU on it; empty for the CPU.
         has_nccl: whether torch was built with NCCL.
+        may_share: whether NCCL accepts several ranks on the GPU: from 2.30 on, where
+            NCCL_MULTI_RANK_GPU_ENABLE is 1.
     """
 
     host: str
     gpu: str
     has_nccl: bool
+    may_share: bool = False
 
 
 def choose_backend(requested: str, devices: Sequence[Sequence[RankDevice]]) -> str:
@@ -78,6 +81,7 @@ def choose_backend(requested: str, devices: Sequence[Sequence[RankDevice]]) -> s
 def _reason_against_nccl(devices: Sequence[Sequence[RankDevice]]) -> tuple[str, str] | None:
     """Rule and remedy for an error where NCCL cannot be used; None where it can."""
     taken: dict[tuple[str, str], str] = {}
+    may_share = all(device.may_share for ranks in devices for device in ranks)
     for replica, ranks in enumerate(devices):
         for rank, device in enumerate(ranks):
             name = f"rank {rank} of replica {replica}"
@@ -86,7 +90,7 @@ def _reason_against_nccl(devices: Sequence[Sequence[RankDevice]]) -> tuple[str, 
             if not device.has_nccl:
                 return f"torch of {name} was built without NCCL", "install one with it"
             other = taken.setdefault((device.host, device.gpu), name)
-            if other != name:
+            if other != name and not may_share:
                 rule = f"needs a GPU for each rank, and {other} and {name} share one"
                 return rule, "launch fewer ranks on a machine"
     return None

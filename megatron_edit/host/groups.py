@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,8 @@ from megatron_edit.engine import TIED_EMBEDDING, ElasticParts, EngineGroups
 from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP
 from megatron_edit.host.settings import num_phases_of
 from megatron_edit.observe.console import say
+
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # a variable of NCCL
 
 
 def build_elastic_groups(
@@ -122,7 +125,9 @@ def _rank_device(device: torch.device) -> RankDevice:
     if device.type == "cuda":
         number = torch.cuda.current_device()
         gpu = str(getattr(torch.cuda.get_device_properties(number), "uuid", number))
-    return RankDevice(socket.gethostname(), gpu, torch.distributed.is_nccl_available())
+    has_nccl = torch.distributed.is_nccl_available()
+    may_share = os.environ.get(SHARED_GPUS) == "1"
+    return RankDevice(socket.gethostname(), gpu, has_nccl, may_share)
 
 
 @dataclass(frozen=True)

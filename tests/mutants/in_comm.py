@@ -308,7 +308,7 @@ COMM = (
         id="comm/nccl-on-a-shared-gpu",
         bug="auto chooses NCCL where two replicas share a GPU, which NCCL refuses",
         file="comm/transport.py",
-        old="            if other != name:",
+        old="            if other != name and not may_share:",
         new="            if False:",
         test="pure/test_staging.py::test_auto_backend_is_nccl_where_possible",
     ),

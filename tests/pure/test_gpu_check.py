@@ -8,7 +8,12 @@ and uses up the time of the others.
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,14 +21,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
-from frame.launch import RunFailedError
-from gpu_parts.cases import TRACED, Case, cases_for, chosen
-from gpu_parts.device import DeviceError, describe_devices, look
+from frame.launch import REPOSITORY, RunFailedError
+from gpu_parts.cases import TRACED, Case, Software, cases_for, chosen, lacking
+from gpu_parts.device import DeviceError, Devices, describe_devices, look, nccl_version
+from gpu_parts.plan import Plan, table
 from gpu_parts.pretrain_measured import with_trace
 from gpu_parts.report import MIN_BYTES, Analysis, draw, markdown
-from gpu_parts.runs import Bench, MarkReading, Reading, backend, read_marks, read_trace
+from gpu_parts.runs import (
+    Bench,
+    MarkReading,
+    Reading,
+    _after_hub,
+    _after_kill,
+    backend,
+    read_marks,
+    read_trace,
+)
 from torch.profiler import record_function
 
 CASES = {case.name: case for case in cases_for("cuda", 4)}
@@ -55,15 +71,80 @@ def analysis(*readings_: Reading, rate: float = 1e12) -> Analysis:
     return Analysis(CASES, readings_, {"overlap": [[1.0, 2.0, 3.0], [7.0, 6.0, 5.0]]}, rate)
 
 
-def test_cases_depend_on_number_of_gpus() -> None:
-    """Several GPUs add transports and layouts; a CPU has no large model."""
-    one, two, four = ([case.name for case in cases_for("cuda", count)] for count in (1, 2, 4))
-    assert set(two) - set(one) == {"overlap-gloo"}
-    assert set(four) - set(two) == {"overlap-pp2-tied", "overlap-tp2", "overlap-two-ranks"}
-    assert four.index("overlap-pp2-tied") < four.index("large-stock")  # correctness before speed
+def test_most_valuable_cases_come_first() -> None:
+    """In the order in which ten minutes of a machine are worth most."""
+    one, two, eight = ([case.name for case in cases_for("cuda", count)] for count in (1, 2, 8))
+    assert one[:6] == [
+        "group-calls", "large-stock", "large-overlap", "large-delayed", "large-offload", "resumed",
+    ]  # fmt: skip
+    assert one[6:10] == [f"shared-{name}" for name in (
+        "overlap", "tp2-overlap", "tp2-int8", "tp2-delayed-int8")]  # fmt: skip
+    assert eight[:14] == [
+        "group-calls", "delayed-int8-tp2", "stopped", "killed", "overlap", "separate", "te",
+        "te-fp8", "te-precision-aware", "vpp", "ep", "cp", "elastic", "muon",
+    ]  # fmt: skip
+    assert eight[14:17] == ["large-stock", "large-overlap", "large-delayed"]
+    assert next(name for name in eight if "ctas" in name) == "large-ctas-1"
+    assert eight.index("large-ctas-16") < eight.index("blocking") < eight.index("overlap-tp2")
+    needs_four = {case.name for case in cases_for("cuda", 4) if case.num_ranks == 4}
+    assert set(eight) - set(two) == needs_four >= {"vpp", "ep", "cp", "delayed-int8-tp2"}
+    for names in (one, two, eight):
+        assert len(set(names)) == len(names)
     assert not any(case.size == "large" for case in cases_for("cpu", 4))
-    with pytest.raises(ValueError, match="overlop: must be of stock, "):
+    with pytest.raises(ValueError, match="overlop: must be of group-calls, "):
         chosen(cases_for("cuda", 1), ["overlop"])
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks", "reason"),
+    [
+        ("overlap", {}, None),
+        ("te-fp8", {}, None),
+        ("te-fp8", {"has": lambda _: False}, "transformer_engine"),
+        ("te-fp8", {"device": "cpu"}, "a GPU"),
+        ("muon", {"has": lambda _: False}, "emerging_optimizers"),
+        ("elastic", {}, None),
+        ("elastic", {"torch": (2, 11)}, "torch 2.14"),
+        ("shared-tp2-int8", {}, None),
+        ("shared-tp2-int8", {"nccl": (2, 28)}, "NCCL 2.30"),
+    ],
+)
+def test_missing_software_is_named(name: str, lacks: dict[str, Any], reason: str | None) -> None:
+    """Catches a case that fails, and one that is skipped, for no reason."""
+    cases = {case.name: case for count in (1, 4) for case in cases_for("cuda", count)}
+    software = Software("cuda", (2, 14), (2, 30), lambda _: True)
+    assert lacking(cases[name], replace(software, **lacks)) == reason
+
+
+def test_cases_begin_only_while_their_time_fits() -> None:
+    """Expected times follow the measured ones. Catches a run that is cut off in a case that it
+    should not have begun, and cases that are left out without being named."""
+    now = [100.0]
+    cases = [CASES[name] for name in ("overlap", "delayed", "resumed", "blocking", "te")]
+    seconds = CASES["overlap"].seconds
+    plan = Plan(cases, {"te": "transformer_engine"}, 100.0 + 5 * seconds, lambda: now[0])
+    assert plan.begin(cases[0])
+    now[0] += 2 * seconds
+    plan.end(cases[0], 2 * seconds)  # twice as long as estimated
+    assert plan.left == 3 * seconds
+    assert plan.begin(cases[1]) and not plan.begin(cases[2])  # 2 and 4 times
+    plan.end(cases[1], None)  # failed: says nothing about times
+    left_out = {each["case"]: each for each in plan.left_out()}
+    assert left_out.keys() == {"resumed", "blocking", "te"}
+    assert left_out["resumed"]["seconds"] == 4 * seconds
+    assert left_out["te"]["lacking"] == "transformer_engine"
+    assert "--budget" in left_out["blocking"]["lacking"]
+    page = table(cases, {"te": "transformer_engine"})
+    assert page.index("overlap") < page.index("delayed") and "| transformer_engine |" in page
+    assert f"{5 * seconds:.0f} s" in page  # without te
+
+
+def test_one_gpu_fits_the_default_time() -> None:
+    """What matters most, with the start of the check and slower steps than expected."""
+    valuable = cases_for("cuda", 1)[:10]
+    together = [case.seconds for case in valuable if case.size == "small"]
+    alone = [case.seconds for case in valuable if case.size == "large"]
+    assert sum(alone) + sum(together) < 420
 
 
 def test_number_of_syncs_includes_short_last_round() -> None:
@@ -137,6 +218,20 @@ def test_profiled_steps_are_excluded() -> None:
     )  # fmt: skip
     (row,) = analysis(slowed).rows()
     assert row["share_beyond_median_step"] == 0 and row["exposed_ms"] == 3.0
+
+
+def test_step_beside_an_exchange_is_told_apart() -> None:
+    """The steps after the starts of delayed syncs, without the first and the last sync."""
+    steps = [25.0 if step in (31, 41, 51) else 10.0 for step in range(1, 61)]
+    rows = analysis(reading("delayed", step_ms=steps), reading("overlap", step_ms=steps)).rows()
+    assert [row["beside_ms"] for row in rows] == [25.0, None]
+
+
+def test_losses_are_compared_with_those_of_a_like_case() -> None:
+    """Launches of their own, and NCCL on one GPU, must not change the losses."""
+    assert CASES["separate"].like == "overlap"
+    found = analysis(reading("separate", losses=[7.0, 6.2, 5.2])).complaints()
+    assert any("from the CPU's" in line for line in found)
 
 
 def test_memory_is_compared_at_same_precision_only() -> None:
@@ -214,10 +309,14 @@ def test_report_lists_cases_and_failures(tmp_path: Path) -> None:
     summary = {
         "device": "A GPU", "num_devices": 1, "copy_rate": 1e12, "rows": found.rows(),
         "sync_costs": found.sync_costs(), "marks": found.marks(),
+        "outcomes": [{"case": "killed", "seconds": 9.0, "numbers": {"seconds to the end": 6.0}}],
+        "left_out": [{"case": "muon", "seconds": 30.0, "lacking": "more time (--budget)"}],
     }  # fmt: skip
     page = markdown(summary, ["overlap: replicas differ after a sync"])
     assert "A GPU x 1" in page and "- FAILED: overlap: replicas differ" in page
     assert "| edit/norms | 10 | 40 |" in page.replace("large-blocking | ", "")
+    assert "| killed | seconds to the end | 6.0 |" in page
+    assert "| muon | 30 | more time (--budget) |" in page
     assert "All checks passed." in markdown(summary, [])
     draw(tmp_path / "picture.png", found.rows())
     assert (tmp_path / "picture.png").stat().st_size > 1000
@@ -285,3 +384,125 @@ def test_backend_is_read_from_console() -> None:
 def test_single_replica_case_is_stock() -> None:
     """A case of one replica is stock Megatron."""
     assert Case("x", num_replicas=1).is_stock and Case("x", ranks=2).num_ranks == 4
+
+
+def bench(count: int, device: str = "cuda") -> Bench:
+    """A bench for so many devices that starts nothing."""
+    made = Bench.__new__(Bench)
+    made._device, made._count, made._port, made._choice = device, count, 28500, threading.Lock()
+    return made
+
+
+def test_ranks_on_a_shared_gpu_use_nccl(tmp_path: Path) -> None:
+    """One launch whose ranks all see one local rank, and NCCL told to accept them."""
+    (case,) = chosen(cases_for("cuda", 1), ["shared-tp2-delayed-int8"])
+    ranks = bench(1)._ranks(case, tmp_path, [], "", apart=False)
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert rank.environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+        assert rank.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert rank.words[rank.words.index("--edit-sync-backend") + 1] == "nccl"
+        assert "--edit-rendezvous" not in rank.words
+
+
+def test_separate_launches_have_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that the user has selected. Catches launches that share the first GPU."""
+    (case,) = chosen(cases_for("cuda", 2), ["separate"])
+    for visible, expected in ((None, ["0", "1"]), ("5,7", ["5", "7"])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        ranks = bench(2)._ranks(case, tmp_path, [], "", apart=True)
+        assert [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in ranks] == expected
+        assert [rank.words[-1] for rank in ranks] == ["0", "1"]
+        assert "--edit-rendezvous" in ranks[0].words
+
+
+def test_only_the_last_rank_is_harmed(tmp_path: Path) -> None:
+    """And the number of CTAs reaches all ranks of a case that sets it."""
+    cases = chosen(cases_for("cuda", 2), ["killed", "stopped", "large-ctas-4"])
+    killed, stopped, ctas = (bench(2)._ranks(c, tmp_path, [], "", apart=False) for c in cases)
+    assert [rank.environment.get("GPU_CHECK_FAULT") for rank in killed] == [None, "kill"]
+    assert [rank.environment.get("GPU_CHECK_FAULT") for rank in stopped] == [None, "stop"]
+    assert all(rank.environment["NCCL_MAX_CTAS"] == "4" for rank in ctas)
+
+
+@pytest.mark.parametrize(
+    ("codes", "complaints"), [([4, -9], []), ([-6, -9], ["rank 0 exited with -6, not 4"])]
+)
+def test_survivors_of_a_kill_must_name_it(
+    tmp_path: Path, codes: list[int], complaints: list[str]
+) -> None:
+    """Catches a survivor that PyTorch's watchdog aborts. A case that killed nobody has failed."""
+    with pytest.raises(ValueError, match="was not killed"):
+        _after_kill(tmp_path, codes)
+    (tmp_path / "fault").write_text(str(time.time() - 3))
+    found, numbers = _after_kill(tmp_path, codes)
+    assert found == complaints and 3 <= numbers["seconds until all ranks ended"] < 30
+
+
+def test_elastic_run_must_commit(tmp_path: Path) -> None:
+    """The hub's journal is read."""
+    (tmp_path / "hub").mkdir()
+    lines = ['{"event": "join"}', '{"event": "commit"}']
+    (tmp_path / "hub" / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert _after_hub(tmp_path) == (["1 commits, fewer than 2"], {"commits": 1.0})
+
+
+def test_another_nccl_is_loaded_and_asked_for_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the device is described, so that all processes load it. Catches cases that are skipped
+    for torch's own, older version."""
+    library = tmp_path / "libnccl.so.2"
+    library.touch()
+    seen: list[str | None] = []
+
+    def described(device: str) -> Devices:
+        seen.append(os.environ.get("LD_PRELOAD"))
+        return Devices("A GPU", 1, {"nccl": "2.30.7" if seen[-1] else "2.28.9"}, 1e12)
+
+    monkeypatch.setattr(gpu_check, "look", described)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    words = ["--output", str(tmp_path / "check.json")]
+    lacking_own = gpu_check.parse(words).lacking
+    lacking_new = gpu_check.parse([*words, "--nccl", str(library)]).lacking
+    assert seen == ["", str(library)]
+    assert "shared-overlap" in lacking_own and not lacking_new
+    assert gpu_check.parse(words).budget == 500
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="a torch without NCCL")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_torch_uses_the_nccl_that_is_loaded_first(tmp_path: Path) -> None:
+    """A preloaded library with nothing but a version: torch does not find the rest in its own."""
+    source, library = tmp_path / "nccl.c", tmp_path / "other.so"
+    source.write_text("int ncclGetVersion(int *v) { *v = 29912; return 0; }")
+    argv = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", str(library), str(source)]
+    subprocess.run(argv, check=True)
+    code = "from gpu_parts.device import nccl_version; print(nccl_version())"
+    own, other = (
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True,
+            cwd=REPOSITORY / "benchmarks",
+        )
+        for more in ({}, {"LD_PRELOAD": str(library)})
+    )  # fmt: skip
+    assert own.stdout.strip() == ".".join(map(str, torch.cuda.nccl.version())), own.stderr
+    assert "undefined symbol: nccl" in other.stderr
+
+
+def test_version_is_that_of_the_loaded_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the version that torch was compiled with, which is another than that of `--nccl`."""
+
+    class Library:
+        """NCCL, of which only the version is asked."""
+
+        def __init__(self, name: str) -> None:
+            assert name == "libnccl.so.2"
+
+        def ncclGetVersion(self, number: Any) -> None:
+            number._obj.value = 23105
+
+    monkeypatch.setattr("gpu_parts.device.ctypes.CDLL", Library)
+    assert nccl_version() == "2.31.5"

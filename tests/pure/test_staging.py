@@ -184,9 +184,11 @@ def test_staged_all_gather_returns_all_rows() -> None:
 # ---- choice of the backend
 
 
-def rank_devices(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice]]:
+def rank_devices(
+    *gpus: tuple[str, ...], has_nccl: bool = True, may_share: bool = False
+) -> list[list[RankDevice]]:
     """Devices of the ranks of each replica, all on one machine, by the GPUs of their ranks."""
-    return [[RankDevice("a", gpu, has_nccl) for gpu in replica] for replica in gpus]
+    return [[RankDevice("a", gpu, has_nccl, may_share) for gpu in replica] for replica in gpus]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +201,15 @@ def rank_devices(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[Ran
         ("auto", rank_devices(("",), ("",)), "gloo"),
         ("auto", rank_devices(("0",), ("1",), has_nccl=False), "gloo"),
         ("auto", [[RankDevice("a", "0", True)], [RankDevice("b", "0", True)]], "nccl"),
+        ("nccl", rank_devices(("0", "0"), ("0", "0"), may_share=True), "nccl"),
+        ("auto", [[RankDevice("a", "0", True)], [RankDevice("a", "0", True, True)]], "gloo"),
     ],
 )
 def test_auto_backend_is_nccl_where_possible(
     wanted: str, places: list[list[RankDevice]], chosen: str
 ) -> None:
-    """GPUs are compared by machine. Catches two ranks on one GPU, which NCCL refuses."""
+    """GPUs are compared by machine. Catches two ranks on one GPU, which NCCL refuses unless told
+    otherwise on all ranks (NCCL_MULTI_RANK_GPU_ENABLE)."""
     assert choose_backend(wanted, places) == chosen
 
 

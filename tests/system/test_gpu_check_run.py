@@ -38,11 +38,15 @@ def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     ("words", "message"),
     [
         ((), "gpu_check: --device cuda: torch finds no GPU"),
-        (("--device", "cpu", "--cases", "overlop"), "gpu_check: --cases overlop: must be of stock"),
+        (
+            ("--device", "cpu", "--cases", "overlop"),
+            "gpu_check: --cases overlop: must be of group-calls",
+        ),
         (("--device", "cpu", "--devices", "0"), "gpu_check: --devices 0: must be at least 1"),
         (("--device", "cpu", "--jobs", "0"), "gpu_check: --jobs 0: must be at least 1"),
         (("--device", "cpu", "--repeats", "2"), "gpu_check: --repeats 2: must be 1"),
         (("--device", "cpu", "--reference", "none"), "gpu_check: --reference none: does not exist"),
+        (("--device", "cpu", "--nccl", "none"), "gpu_check: --nccl none: no such file"),
         (("--device", "tpu"), "gpu_check: argument --device: invalid choice: 'tpu'"),
     ],
 )
@@ -53,6 +57,44 @@ def test_wrong_inputs_are_refused(tmp_path: Path, words: tuple[str, ...], messag
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(message), line
     assert not (tmp_path / "check.json").exists()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", ["1", "8"])
+def test_cases_are_listed_without_a_gpu(tmp_path: Path, count: str) -> None:
+    """In their order, with what each needs; nothing is written."""
+    done = run("--list", "--devices", count, "--output", str(tmp_path / "check.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("group-calls") < done.stdout.index("large-overlap")
+    assert ("| NCCL 2.30 |" in done.stdout) == (count == "1")
+    assert ("| large-ctas-8 | large | 2 x 1 | 30 |" in done.stdout) == (count == "8")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(300)
+def test_cases_without_time_are_named(tmp_path: Path) -> None:
+    """They are no failure. Catches a run that is cut off by the machine's end instead."""
+    output = tmp_path / "check.json"
+    done = run("--device", "cpu", "--budget", "1", "--cases", "group-calls,stock", "--output",
+               str(output))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_one(output)
+    assert [each["case"] for each in found["left_out"]] == ["group-calls", "stock"]
+    assert found["failures"] == [] and "more time (--budget)" in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_harmed_and_elastic_runs_end_as_they_should(tmp_path: Path) -> None:
+    """A replica stopped in an exchange, one killed in it, and a hub's rounds, on the CPU; with the
+    calls of `Group`."""
+    output = tmp_path / "check.json"
+    cases = "group-calls,overlap,stopped,killed,elastic"
+    done = run("--device", "cpu", "--devices", "2", "--cases", cases, "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_one(output)
+    assert [each["case"] for each in found["outcomes"]] == ["group-calls", "killed", "elastic"]
+    assert [row["case"] for row in found["rows"]] == ["overlap", "stopped"]
+    assert found["left_out"] == [] and found["are_forked"]
 
 
 @pytest.mark.timeout(300)
