@@ -101,6 +101,7 @@ def all_to_all(group: Group) -> bool:
     for work in works[1:]:
         work.wait()
     is_over = bool(works[0].is_completed and works[0].on_wire is None)
+    outputs.append(group.all_to_all(rows))
     return is_over and all(torch.equal(output, rows) for output in outputs)
 
 
@@ -143,7 +144,7 @@ def broadcast_nowait(group: Group) -> bool:
 def warm_up(group: Group) -> bool:
     """Use it once: this is not counted."""
     counts = group.payload_bytes, group.num_started
-    group.warm_up(has_exchanges=True)
+    group.warm_up(group.all_reduce, group.broadcast, group.all_gather, group.all_to_all)
     return (group.payload_bytes, group.num_started) == counts
 
 
@@ -194,7 +195,7 @@ CHECKS: Mapping[str, Check] = {
     "start_broadcast": _in_place("start_broadcast"),
     "broadcast": _in_place("broadcast"),
     "broadcast_nowait, reap": broadcast_nowait,
-    "start_all_to_all": all_to_all,
+    "start_all_to_all, all_to_all": all_to_all,
     "start_all_gather, all_gather": all_gather,
     "all_gather_json": gather_json,
     "set_timeout": timeouts,
