@@ -8,6 +8,7 @@ whole job, while its process groups are those of one replica. No flag has to be 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from enum import Enum
 from importlib.util import find_spec
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.transport import check_net
 from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import (
     BLOCKING,
@@ -118,7 +120,8 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     """Refuse arguments that do not work with EDiT, before Megatron's validation.
 
     Raises:
-        UsageError: a flag is incompatible, or a size is not divisible among N replicas.
+        UsageError: a flag is incompatible, also with the environment, or a size is not divisible
+            among N replicas.
     """
     is_timed = STRATEGIES[config.strategy].is_timed or config.hub is not None
     for name, refused, rule, remedy in REFUSED + (REFUSED_WHERE_TIMED if is_timed else ()):
@@ -149,6 +152,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "needs a writer of Megatron's",
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
+    check_net(config.sync_net, os.environ)
     _check_packages(args)
     check_graphs(args)
     check_values(args)
