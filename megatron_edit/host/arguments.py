@@ -11,7 +11,8 @@ import dataclasses
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from importlib.util import find_spec
 
@@ -183,6 +184,36 @@ def _is_installed(module: str) -> bool:
         return True
     spec = find_spec(module)
     return spec is not None and spec.origin is not None  # else a folder, as `wandb` writes one
+
+
+def check_shared_hosts(
+    args: Namespace, counts: Sequence[Mapping[str, int]], environment: Mapping[str, str]
+) -> None:
+    """Refuse tensor-parallel overlap in two replicas on one host.
+
+    Transformer Engine passes the handles of its multicast buffers through sockets of the host,
+    whose names it counts inside each replica: two replicas have the same names.
+
+    Args:
+        args: Megatron's, or these two of them.
+        counts: ranks by host, for each replica.
+        environment: of this process.
+
+    Raises:
+        UsageError: two replicas would use the same names.
+    """
+    overlaps = getattr(args, "tp_comm_overlap", False) and args.tensor_model_parallel_size > 1
+    if not overlaps or environment.get("UB_SKIPMC") == "1":
+        return
+    users = Counter(name for hosts in counts for name in hosts)
+    if shared := next((name for name, num in users.items() if num > 1), None):
+        raise UsageError(
+            "--tp-comm-overlap",
+            f"{users[shared]} replicas are on {shared}, where Transformer Engine would name the "
+            "sockets of their user buffers alike",
+            "give each replica hosts of its own, drop the flag, or export UB_SKIPMC=1, which does "
+            "without multicast",
+        )
 
 
 def check_validated(args: Namespace) -> None:

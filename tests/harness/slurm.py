@@ -23,7 +23,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
             "setpriv")  # fmt: skip
 ADMIN_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
 NODES = ("n1", "n2")
-# Two nodes on one machine, without control groups, and with GPUs that are only counted. Short time-outs, to notice a lost node soon.
+# Two nodes on one machine, without control groups, and with GPUs that are only counted. Short
+# time-outs, to notice a lost node soon.
 CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)

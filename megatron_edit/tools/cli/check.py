@@ -27,6 +27,7 @@ from megatron_edit.tools.cli.words import (
     TrainingCommand,
     add_shared_words,
 )
+from megatron_edit.tools.plan.values import TrainingFlags
 
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
@@ -85,10 +86,22 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         host_list.check_placement(config, num_replicas)
         if hosts is not None:
             counts = host_list.ranks_by_host(config, hosts, num_replicas)
+            _check_shared_hosts(TrainingFlags(command.argv), counts)
             lines += host_list.placement_lines(counts)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0
+
+
+def _check_shared_hosts(flags: TrainingFlags, counts: list[dict[str, int]]) -> None:
+    """Check flags, of which some are off in a check on a machine without GPUs."""
+    from megatron_edit.host.arguments import check_shared_hosts  # torch
+
+    args = Namespace(
+        tp_comm_overlap=flags.has("--tp-comm-overlap"),
+        tensor_model_parallel_size=flags.count("--tensor-model-parallel-size", 1),
+    )
+    check_shared_hosts(args, counts, os.environ)
 
 
 def _script_of_clone() -> Path | None:
