@@ -62,6 +62,7 @@ _ELASTIC: dict[str, tuple[Any, ...]] = {
     "warmup_dtype": (FP32,),
     "sync_mode": (AUTO, BLOCKING),
     "sync_backend": (AUTO, GLOO),
+    "sync_net": (AUTO,),
     "fragments": (1,),
     "delay_steps": (0,),
     "mix": (0.0,),
@@ -165,6 +166,7 @@ def check_all(config: EditConfig) -> None:
     check_interval(config)
     check_auto(config)
     check_launch(config)
+    check_net(config)
     check_elastic(config)
     check_not_empty(config)
 
@@ -470,6 +472,18 @@ def check_launch(config: EditConfig) -> None:
             "arranges the ranks of a single launch, and here each replica has its own",
             "drop the flag",
         )
+
+
+def check_net(config: EditConfig) -> None:
+    """Refuse a name of NCCL's network that cannot be one, or has no effect."""
+    if not re.fullmatch(r"[\w.-]*", config.sync_net):
+        raise UsageError(
+            f"{flag('sync_net')} {config.sync_net}",
+            "must be the name of a network of NCCL",
+            f"use {AUTO}, Socket, IB or the name of a plugin",
+        )
+    if config.sync_backend == GLOO:
+        _refuse_unless_default_with(config, "sync_net", f"{flag('sync_backend')} nccl or {AUTO}")
 
 
 def check_elastic(config: EditConfig) -> None:

@@ -113,7 +113,8 @@ class SettingFields:
         BY_HOSTS,
         "which ranks of a single launch make a replica: hosts (a replica spans several hosts only "
         "where it must; hosts in natural order: node2 before node10), ranks (consecutive ranks of "
-        "the launch), or a file with a line per replica: the names of its hosts",
+        "the launch), or a file with a line per replica: the names of its hosts. Lines [NAME] in "
+        "it begin the replicas of a site",
         kind=str,
     )
     replica_id: int | None = _setting(
@@ -283,6 +284,14 @@ class SettingFields:
         "gloo",
         kind=str,
         only=(AUTO, *SYNC_BACKENDS),
+    )
+    sync_net: str = _setting(
+        AUTO,
+        "NCCL's network between replicas: Socket (TCP), IB, or the name of a plugin. auto leaves "
+        "it to NCCL, but uses Socket where there are InfiniBand or RoCE adapters and the replicas "
+        "are on different sites (--edit-placement FILE), or are launches that no known subnet of "
+        "these adapters joins. NCCL_NET in the environment overrides it",
+        kind=str,
     )
     digest_interval: int = _setting(
         10, "syncs of a unit between two drift checks", kind=int, within=_SYNCS

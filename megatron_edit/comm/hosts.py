@@ -21,10 +21,12 @@ class Arrangement:
         hosts: host of each rank of the launch.
         replicas: for each replica the ranks of the launch that it has, in the order of the
             replica's own ranks.
+        sites: site of each replica; empty if the file of `--edit-placement` names none.
     """
 
     hosts: tuple[str, ...]
     replicas: tuple[tuple[int, ...], ...]
+    sites: tuple[str, ...] = ()
 
     def counts(self) -> list[dict[str, int]]:
         """Return for each replica the number of its ranks on each of its hosts, in order."""
@@ -52,7 +54,7 @@ def arrange(
         num_replicas: N, a divisor of the number of ranks.
         by: value of `--edit-placement`. `hosts`: no replica spans several hosts where it need not,
             and replicas take the hosts in natural order (node2 before node10). `ranks`: consecutive
-            ranks. Anything else is the name of a file with a line of hosts for each replica.
+            ranks. Anything else is the name of a file, see `parse_placement`.
         file_text: content of the file.
 
     Raises:
@@ -60,6 +62,7 @@ def arrange(
     """
     size = len(hosts) // num_replicas
     ranks_of: dict[str, list[int]] = {}
+    sites: tuple[str, ...] = ()
     for rank, host in enumerate(hosts):
         ranks_of.setdefault(host, []).append(rank)
     if by == BY_RANKS:
@@ -67,9 +70,9 @@ def arrange(
     elif by == BY_HOSTS:
         replicas = _by_hosts(ranks_of, size)
     else:
-        lines = parse_placement(file_text or "", by, num_replicas)
+        lines, sites = parse_placement(file_text or "", by, num_replicas)
         replicas = _by_lines(ranks_of, lines, by, size)
-    return Arrangement(tuple(hosts), tuple(tuple(ranks) for ranks in replicas))
+    return Arrangement(tuple(hosts), tuple(tuple(ranks) for ranks in replicas), sites)
 
 
 def natural_key(name: str) -> list[tuple[bool, int, str]]:
@@ -131,23 +134,38 @@ def read_placement(by: str) -> str | None:
         ) from error
 
 
-def parse_placement(text: str, file: str, num_replicas: int) -> list[list[str]]:
-    """Return the hosts of each replica from the content of a file.
+def parse_placement(
+    text: str, file: str, num_replicas: int
+) -> tuple[list[list[str]], tuple[str, ...]]:
+    """Return the hosts of each replica, and its site, from the content of a file.
 
     Args:
-        text: one line for each replica, with the names of its hosts between spaces or commas;
-            empty lines and what follows a `#` are ignored.
+        text: one line for each replica, with the names of its hosts between spaces or commas. A
+            line `[NAME]` may precede the lines of the replicas on a site. Empty lines and what
+            follows a `#` are ignored.
         file: its name, for the error.
         num_replicas: N.
 
+    Returns:
+        The hosts, and the sites; these are empty if the file names none.
+
     Raises:
-        UsageError: the number of lines is not N.
+        UsageError: the number of lines with hosts is not N, or some but not all have a site.
     """
-    lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
-    found = [names for names in lines if names]
+    found, sites, site = list[list[str]](), list[str](), ""
+    for line in (each.partition("#")[0].strip() for each in text.splitlines()):
+        if heading := re.fullmatch(r"\[\s*([^\[\]]*[^\[\]\s])\s*\]", line):
+            site = heading[1]
+        elif "[" in line or "]" in line:
+            raise _refusal(file, f"has a site that is not on a line of its own ({line})")
+        elif names := line.replace(",", " ").split():
+            found.append(names)
+            sites.append(site)
     if len(found) != num_replicas:
         raise _refusal(file, f"has {len(found)} lines with hosts for {num_replicas} replicas")
-    return found
+    if "" in sites and site:
+        raise _refusal(file, "names hosts before the first site")
+    return found, tuple(filter(None, sites))
 
 
 def _by_lines(
@@ -178,7 +196,7 @@ def _by_lines(
 
 
 def _refusal(file: str, rule: str) -> UsageError:
-    remedy = "write one line per replica, with the names of its hosts"
+    remedy = "write one line per replica, with the names of its hosts, after [SITE] or without it"
     return UsageError(f"{flag('placement')} {file}", rule, remedy)
 
 

@@ -6,13 +6,16 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_interface
+from pathlib import Path
 
 import psutil
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"  # where gloo listens if the machine's name leads nowhere
 _VIRTUAL = ("docker", "veth", "br-", "virbr")
+_ADAPTERS = Path("/sys/class/infiniband")
+_NO_SUBNET = ("fe80:0000:0000:0000", "0000:0000:0000:0000")  # the default one, and none
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -23,6 +26,34 @@ def interfaces() -> dict[str, list[str]]:
         for name, addresses in psutil.net_if_addrs().items()
         if name in stats and stats[name].isup
     }
+
+
+def fabrics(adapters: Path = _ADAPTERS) -> tuple[str, ...]:
+    """Return what the InfiniBand and RoCE adapters of this machine are known to reach.
+
+    That is the machine itself by its name, the IPv4 networks of the adapters' interfaces, and the
+    subnets of InfiniBand by their prefixes, except the default prefix, which many have. Empty if
+    there is no adapter.
+
+    Args:
+        adapters: folder in which the kernel lists them.
+    """
+    if not (devices := sorted(adapters.glob("*"))):
+        return ()
+    owned = {path.name for device in devices for path in device.glob("device/net/*")}
+    found = set[str]()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in owned or name.startswith("ib"):  # IP over InfiniBand: ib0, ibp3s0, ibs1
+            found |= {
+                str(ip_interface(f"{each.address}/{each.netmask}").network)
+                for each in addresses
+                if each.family == socket.AF_INET and each.netmask
+            }
+    for file in (path for device in devices for path in device.glob("ports/*/gids/0")):
+        with suppress(OSError):
+            prefix = file.read_text(encoding="ascii").strip()[: len(_NO_SUBNET[0])]
+            found |= {prefix} - set(_NO_SUBNET)
+    return (socket.gethostname(), *sorted(found))
 
 
 def own_address() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,11 +13,14 @@ import torch.distributed as dist
 from megatron_edit.comm.collectives import Duplex, Group
 from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.flags import AUTO
+from megatron_edit.flags import AUTO, flag
 
 # NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. Two
 # move some GB/s, more than such a link; NCCL_MAX_CTAS overrides this value.
 MAX_CTAS = 2
+# NCCL's name of TCP connections, and the variable by which the environment chooses the network of
+# all communicators, whatever is asked for one of them.
+SOCKET, NET_VARIABLE = "Socket", "NCCL_NET"
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class Transport:
         device: of the tensors. Gloo stages those of a GPU in host memory (`staging.py`).
         members: global ranks, in the job of all replicas, of the group's ranks, for NCCL's logs
             and flight recorder; empty if not known.
+        net: NCCL's name of the network; empty where NCCL chooses.
     """
 
     backend: str
     device: torch.device
     members: tuple[int, ...] = ()
+    net: str = ""
 
 
 ON_CPU = Transport("gloo", torch.device("cpu"))
@@ -49,12 +54,15 @@ class RankDevice:
         has_nccl: whether torch was built with NCCL.
         may_share: whether NCCL accepts several ranks on the GPU: from 2.30 on, where
             NCCL_MULTI_RANK_GPU_ENABLE is 1.
+        fabrics: what the machine's InfiniBand and RoCE adapters reach (`interfaces.fabrics`); only
+            of rank 0 of a replica.
     """
 
     host: str
     gpu: str
     has_nccl: bool
     may_share: bool = False
+    fabrics: Sequence[str] = ()
 
 
 def choose_backend(requested: str, devices: Sequence[Sequence[RankDevice]]) -> str:
@@ -94,6 +102,67 @@ def _reason_against_nccl(devices: Sequence[Sequence[RankDevice]]) -> tuple[str, 
                 rule = f"needs a GPU for each rank, and {other} and {name} share one"
                 return rule, "launch fewer ranks on a machine"
     return None
+
+
+def check_net(requested: str, environment: Mapping[str, str]) -> None:
+    """Refuse a network that the environment of NCCL overrides.
+
+    Args:
+        requested: value of `--edit-sync-net`.
+        environment: of this process.
+
+    Raises:
+        UsageError: it names another network.
+    """
+    given = environment.get(NET_VARIABLE, "")
+    if given and requested != AUTO and given.lower() != requested.lower():
+        raise UsageError(
+            f"{flag('sync_net')} {requested}, environment {NET_VARIABLE}={given}",
+            f"{NET_VARIABLE} overrides the network of all of NCCL's communicators",
+            f"unset {NET_VARIABLE}, or drop the flag",
+        )
+
+
+def choose_net(
+    requested: str,
+    backend: str,
+    devices: Sequence[Sequence[RankDevice]],
+    *,
+    sites: Sequence[str],
+    is_single_launch: bool,
+    given: str,
+) -> tuple[str, str]:
+    """Choose NCCL's network between replicas; the same on all ranks.
+
+    NCCL itself takes InfiniBand wherever there is an adapter, also where it leads to the machines
+    of the own site only.
+
+    Args:
+        requested: "auto", or NCCL's name of a network.
+        backend: of the exchanges.
+        devices: of all ranks of all replicas.
+        sites: of each replica, by the file of `--edit-placement`; empty if it names none.
+        is_single_launch: whether one launch holds the ranks of all replicas.
+        given: `NCCL_NET` in the environment of this process, for the text; empty if not set.
+
+    Returns:
+        NCCL's name of the network, empty where NCCL chooses; and words about it for the console.
+    """
+    asked = f"{flag('sync_net')} {requested}"
+    if backend != "nccl":
+        return "", "" if requested == AUTO else f"; {asked} has no effect"
+    fabrics = [set(ranks[0].fabrics) for ranks in devices]
+    net, why = "", ""
+    if requested != AUTO:
+        net = requested
+    elif any(fabrics) and len(set(sites)) > 1:
+        net, why = SOCKET, f": {flag('placement')} names several sites"
+    elif any(fabrics) and not is_single_launch and not set.intersection(*fabrics):
+        net, why = SOCKET, ": no subnet of InfiniBand or RoCE is known to join the launches"
+    chosen = f"network {net}" if net else "NCCL chooses the network"
+    if given:
+        chosen = f"network {given} ({NET_VARIABLE}, which overrides all flags)"
+    return net, f", {chosen} ({asked}{why})"
 
 
 def stand_alone_group(
@@ -148,6 +217,8 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = group.timeout
         options.config.max_ctas = MAX_CTAS
+        if transport.net:
+            options.config.net_name = transport.net
         options.group_name = prefix
         options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)

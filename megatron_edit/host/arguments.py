@@ -8,13 +8,16 @@ whole job, while its process groups are those of one replica. No flag has to be 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from importlib.util import find_spec
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.transport import check_net
 from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import (
     BLOCKING,
@@ -118,7 +121,8 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     """Refuse arguments that do not work with EDiT, before Megatron's validation.
 
     Raises:
-        UsageError: a flag is incompatible, or a size is not divisible among N replicas.
+        UsageError: a flag is incompatible, also with the environment, or a size is not divisible
+            among N replicas.
     """
     is_timed = STRATEGIES[config.strategy].is_timed or config.hub is not None
     for name, refused, rule, remedy in REFUSED + (REFUSED_WHERE_TIMED if is_timed else ()):
@@ -149,6 +153,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "needs a writer of Megatron's",
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
+    check_net(config.sync_net, os.environ)
     _check_packages(args)
     check_graphs(args)
     check_values(args)
@@ -179,6 +184,36 @@ def _is_installed(module: str) -> bool:
         return True
     spec = find_spec(module)
     return spec is not None and spec.origin is not None  # else a folder, as `wandb` writes one
+
+
+def check_shared_hosts(
+    args: Namespace, counts: Sequence[Mapping[str, int]], environment: Mapping[str, str]
+) -> None:
+    """Refuse tensor-parallel overlap in two replicas on one host.
+
+    Transformer Engine passes the handles of its multicast buffers through sockets of the host,
+    whose names it counts inside each replica: two replicas have the same names.
+
+    Args:
+        args: Megatron's, or these two of them.
+        counts: ranks by host, for each replica.
+        environment: of this process.
+
+    Raises:
+        UsageError: two replicas would use the same names.
+    """
+    overlaps = getattr(args, "tp_comm_overlap", False) and args.tensor_model_parallel_size > 1
+    if not overlaps or environment.get("UB_SKIPMC") == "1":
+        return
+    users = Counter(name for hosts in counts for name in hosts)
+    if shared := next((name for name, num in users.items() if num > 1), None):
+        raise UsageError(
+            "--tp-comm-overlap",
+            f"{users[shared]} replicas are on {shared}, where Transformer Engine would name the "
+            "sockets of their user buffers alike",
+            "give each replica hosts of its own, drop the flag, or export UB_SKIPMC=1, which does "
+            "without multicast",
+        )
 
 
 def check_validated(args: Namespace) -> None:

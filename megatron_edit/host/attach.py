@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -295,8 +295,11 @@ class Attachment:
         agree_on_settings(world, self._config, args, self._device)
         if not placement.is_single_launch:
             world.arrange(self._config.placement)
+        assert world.arrangement is not None
+        counts = world.arrangement.counts()
         if placement.global_rank == 0:
-            _log_hosts(world, self._config.replica_name)
+            _log_hosts(counts, self._config.replica_name)
+        arguments.check_shared_hosts(args, counts, os.environ)
         if self._config.hub is not None:
             elastic.check_hub(world, self._config)
             world.layout = elastic.layout_digest(world, self._config, args)
@@ -320,9 +323,7 @@ def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) ->
     )
 
 
-def _log_hosts(world: ReplicaWorld, name: str | None) -> None:
-    assert world.arrangement is not None
-    counts = world.arrangement.counts()
+def _log_hosts(counts: Sequence[Mapping[str, int]], name: str | None) -> None:
     for line in host_lines(counts, name):
         say(line)
     for line in straddling_warnings(counts):

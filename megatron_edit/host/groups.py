@@ -11,11 +11,14 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.interfaces import fabrics
 from megatron_edit.comm.transport import (
+    NET_VARIABLE,
     ON_CPU,
     RankDevice,
     Transport,
     choose_backend,
+    choose_net,
     stand_alone_group,
 )
 from megatron_edit.comm.worlds import ReplicaWorld
@@ -81,14 +84,24 @@ def build_groups(
     # Once it is formed, a lost connection ends every wait.
     meeting: Group = world.watched(lambda: across(ON_CPU, "meeting"))
     world.begin_training()
-    gathered = meeting.all_gather_json(control.all_gather_json(asdict(_rank_device(device))))
+    mine = asdict(_rank_device(device, place.rank))
+    gathered = meeting.all_gather_json(control.all_gather_json(mine))
     rank_devices = [[RankDevice(**fields) for fields in ranks] for ranks in gathered]
     backend = choose_backend(config.sync_backend, rank_devices)
+    net, about_net = choose_net(
+        config.sync_net,
+        backend,
+        rank_devices,
+        sites=() if world.arrangement is None else world.arrangement.sites,
+        is_single_launch=place.is_single_launch,
+        given=os.environ.get(NET_VARIABLE, ""),
+    )
     if place.global_rank == 0:
-        say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
+        say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend}){about_net}")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
-    transport = Transport(backend, device, members)
-    in_replica = _ReplicaGroups(world, transport, has_thread=overlap and backend == GLOO)
+    transport = Transport(backend, device, members, net)
+    steps_in_thread = overlap and backend == GLOO and device.type == "cpu"
+    in_replica = _ReplicaGroups(world, transport, has_thread=steps_in_thread)
     sync = across(transport, "sync", num_phases_of(config))
     return _engine_groups(control, sync, meeting, in_replica)
 
@@ -119,7 +132,7 @@ def _engine_groups(
     )
 
 
-def _rank_device(device: torch.device) -> RankDevice:
+def _rank_device(device: torch.device, rank: int) -> RankDevice:
     """Describe this rank's device. A GPU has the same name on all ranks that see it."""
     gpu = ""
     if device.type == "cuda":
@@ -127,7 +140,8 @@ def _rank_device(device: torch.device) -> RankDevice:
         gpu = str(getattr(torch.cuda.get_device_properties(number), "uuid", number))
     has_nccl = torch.distributed.is_nccl_available()
     may_share = os.environ.get(SHARED_GPUS) == "1"
-    return RankDevice(socket.gethostname(), gpu, has_nccl, may_share)
+    reached = fabrics() if rank == 0 else ()
+    return RankDevice(socket.gethostname(), gpu, has_nccl, may_share, reached)
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,7 @@ class _ReplicaGroups:
             self.world.replica_store,
             group.rank(),
             group.size(),
-            replace(self.transport, members=()),
+            replace(self.transport, members=(), net=""),
             self.world.timeout,
             f"{name} group of rank {first}",
         )

@@ -32,6 +32,16 @@ ranks_per_node() {
     echo $(($(of_component SLURM_NTASKS "$1") / $(of_component SLURM_JOB_NUM_NODES "$1")))
 }
 
+# cpus_per_rank I: CPUs of each task of component I: as requested, or else what was granted on the
+# node with the fewest (SLURM writes 64(x2),48), divided by its tasks. Empty if SLURM says neither.
+cpus_per_rank() {
+    local cpus granted
+    cpus=$(of_component SLURM_CPUS_PER_TASK "$1")
+    granted=$(of_component SLURM_JOB_CPUS_PER_NODE "$1" | tr , '\n' | sort -n | sed -n '1{s/(.*//;p}')
+    [ -n "$cpus" ] || [ -z "$granted" ] || cpus=$((granted / $(ranks_per_node "$1")))
+    echo "$cpus"
+}
+
 # port OFFSET: a port of this job. Jobs that share a node almost always have different ports.
 port() {
     local base=$EDIT_PORT
@@ -133,7 +143,7 @@ launch() {
     shift 3
     IFS=, read -ra nodes <<<"$nodelist"
     ranks=$(ranks_per_node "$component")
-    cpus=$(of_component SLURM_CPUS_PER_TASK "$component")
+    cpus=$(cpus_per_rank "$component")
     MASTER_ADDR=$(address "${nodes[0]}")
     export MASTER_ADDR MASTER_PORT
     srun ${SLURM_HET_SIZE:+--het-group="$component"} --nodes="${#nodes[@]}" --nodelist="$nodelist" \

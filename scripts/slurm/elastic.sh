@@ -94,7 +94,7 @@ launch_elastic_replica() {
     wait_for_hub
     mapfile -t nodes < <(node_names 0)
     ranks=$(ranks_per_node 0)
-    cpus=$(of_component SLURM_CPUS_PER_TASK 0)
+    cpus=$(cpus_per_rank 0)
     [ -n "$stop_signal" ] || check_command $((${#nodes[@]} * ranks))
     [ -z "$stop_signal" ] || return 0
     ((${#nodes[@]} == 1)) || place=(--nnodes "${#nodes[@]}" --rdzv-backend c10d

@@ -48,8 +48,9 @@ read_settings() {
 
 check_settings() {
     local name
-    for name in EDIT_NODES EDIT_REPLICAS EDIT_RANKS_PER_NODE EDIT_CPUS_PER_RANK EDIT_SAVE_INTERVAL \
-        EDIT_SIGNAL_LEAD_SECONDS EDIT_MAX_FAILURES EDIT_MIN_REPLICAS; do
+    for name in EDIT_NODES EDIT_REPLICAS EDIT_RANKS_PER_NODE EDIT_SAVE_INTERVAL \
+        EDIT_SIGNAL_LEAD_SECONDS EDIT_MAX_FAILURES EDIT_MIN_REPLICAS \
+        ${EDIT_CPUS_PER_RANK:+EDIT_CPUS_PER_RANK}; do
         [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$name=${!name}" \
             "must be a whole number >= 1" "change it in $settings"
     done

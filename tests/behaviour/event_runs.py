@@ -52,6 +52,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
             for name in (
                 "auto",
                 "auto_share",
+                "sync_net",
                 "placement",
                 "hub",
                 "replica_name",

@@ -23,7 +23,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
             "setpriv")  # fmt: skip
 ADMIN_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
 NODES = ("n1", "n2")
-# Two nodes on one machine, without control groups. Short time-outs, to notice a lost node soon.
+# Two nodes on one machine, without control groups, and with GPUs that are only counted. Short
+# time-outs, to notice a lost node soon.
 CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)
@@ -56,8 +57,9 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
-NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+GresTypes=gpu
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 Gres=gpu:fake:2
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 Gres=gpu:fake:2
 PartitionName=main Nodes=n1,n2 Default=YES State=UP PriorityTier=1 GraceTime=300
 PartitionName=fast Nodes=n1 State=UP PriorityTier=1 GraceTime=300
 PartitionName=slow Nodes=n2 State=UP PriorityTier=1 GraceTime=300
@@ -119,6 +121,9 @@ class Cluster:
         (self.folder / "state").mkdir()
         text = CONFIGURATION.format(folder=self.folder, user=getpass.getuser(), ports=free_ports(3))
         self.config.write_text(text, encoding="utf-8")
+        (self.folder / "gres.conf").write_text(
+            "Name=gpu Type=fake File=/dev/full\nName=gpu Type=fake File=/dev/zero\n"
+        )
         names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log",
                  "seed-file": "seed"}  # fmt: skip
         files = [f"--{option}={self.folder}/munge.{ending}" for option, ending in names.items()]

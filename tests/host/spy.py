@@ -296,6 +296,20 @@ def shorten_grace() -> None:
     vars(launcher)["GRACE_SECONDS"] = 0.2
 
 
+def keep_tensor_parallel_overlap() -> None:
+    """Keep a flag that runs on CPU drop, as on GPUs."""
+    from megatron_edit.host import attach
+    from megatron_edit.host.cpu import cpu_argument_defaults
+
+    def defaults(optimizer: str) -> dict[str, object]:
+        found = cpu_argument_defaults(optimizer)
+        del found["tp_comm_overlap"]
+        return found
+
+    shorten_grace()
+    vars(attach)["cpu_argument_defaults"] = defaults
+
+
 def simulate_second_host() -> None:
     """Make rank 1 look like a rank on another host, on which relative paths do not exist."""
     from megatron_edit.comm import worlds

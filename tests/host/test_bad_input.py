@@ -63,6 +63,15 @@ def test_invalid_flags_are_refused_before_training(tmp_path: Path, case: str) ->
     _assert_refused(ranks, value, rule, is_reported_once=case not in ("log-dir", "cuda"))
 
 
+def test_tensor_parallel_overlap_on_a_shared_host_is_refused() -> None:
+    """By the hosts that the ranks report. Would catch a check that no rank calls."""
+    flags: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True,
+                    "tp_comm_overlap": True}  # fmt: skip
+    hook = "tests.host.spy:keep_tensor_parallel_overlap"
+    ranks = train(edit_flags(2, **flags), 4, before=hook, check=False).ranks
+    _assert_refused(ranks, "--tp-comm-overlap", "2 replicas are on ")
+
+
 def test_corpus_missing_on_one_host_is_refused(tmp_path: Path) -> None:
     """All ranks exit, with one line from the rank that checked the file. Would catch a rank that
     continues and waits for the other, or no message."""

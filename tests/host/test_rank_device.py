@@ -17,4 +17,4 @@ def test_ranks_share_a_gpu_only_where_nccl_is_told_to(
     monkeypatch.delenv(SHARED_GPUS, raising=False)
     if value is not None:
         monkeypatch.setenv(SHARED_GPUS, value)
-    assert _rank_device(torch.device("cpu")).may_share is may_share
+    assert _rank_device(torch.device("cpu"), 0).may_share is may_share

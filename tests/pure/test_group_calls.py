@@ -110,7 +110,7 @@ def test_calls_reach_nccl_although_there_is_one_rank(monkeypatch: pytest.MonkeyP
 def test_wrong_results_and_errors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in one line, and the calls after it are still tried."""
     complaints = call_all(one_rank(monkeypatch, SilentNccl)).complaints
-    assert "one rank, start_all_to_all: a wrong result" in complaints
+    assert "one rank, start_all_to_all, all_to_all: a wrong result" in complaints
     assert any("broadcast: ReplicaLostError: one rank: a coll" in line for line in complaints)
     assert any("exchange of int8: a wrong result" in line for line in complaints)
     assert not any("exchange of fp32" in line for line in complaints)

@@ -105,9 +105,20 @@ def test_file_gives_the_hosts_of_each_replica() -> None:
     assert counts(["a"] * 4, 2, "file", "a\na\n") == [{"a": 2}, {"a": 2}]
 
 
+def test_file_gives_the_site_of_each_replica() -> None:
+    """Would catch the name of a site that counts as a host, or that ends with its first replica."""
+    found = arrange(HOSTS, 4, "file", "# two\n[west]\na\nb\n[ far east ] # slow\n\nc\nd\n")
+    assert found.sites == ("west", "west", "far east", "far east")
+    assert found.replicas == arrange(HOSTS, 4, "file", "a\nb\nc\nd\n").replicas
+    assert arrange(HOSTS, 4, "file", "a\nb\nc\nd\n").sites == ()
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
+        ("[x] a b\nc d\n", "has a site that is not on a line of its own ([x] a b)"),
+        ("a b\n[x]\nc d\n", "names hosts before the first site"),
+        ("a b\n[]\nc d\n", "has a site that is not on a line of its own ([])"),
         ("a b\n", "has 1 lines with hosts for 2 replicas"),
         ("a b\nc e\n", "names e, which is not one of the hosts a, b, c, d"),
         ("a b\nc\n", "does not name d"),

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.interfaces import fabrics
 from megatron_edit.comm.timeouts import AdaptiveTimeout, set_timeout
-from megatron_edit.comm.transport import MAX_CTAS, Transport, stand_alone_group
+from megatron_edit.comm.transport import (
+    MAX_CTAS,
+    RankDevice,
+    Transport,
+    check_net,
+    choose_net,
+    stand_alone_group,
+)
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EngineGroups
+from megatron_edit.errors import UsageError
 from tests.harness.memory_network import Network, two_phase_groups
 from tests.harness.races import RaceDetector
 from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
@@ -86,11 +99,117 @@ def test_nccl_options_of_a_sync_group(group: Group) -> None:
     assert group.phases == ()  # its stream orders the phases
 
 
+@pytest.mark.parametrize("net", ["", "Socket"])
+def test_sync_group_has_a_network_of_its_own(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a flag that does not reach NCCL, and an empty name where NCCL is to choose."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    transport = Transport("nccl", CPU, net=net)
+    made = stand_alone_group(dist.HashStore(), 0, 2, transport, timedelta(seconds=7), "sync")
+    assert getattr(made.process_group.options.config, "net_name", "") == net
+
+
+WEST, EAST = ("w0", "10.1.0.0/16"), ("e0", "10.2.0.0/16")
+
+
+def choice(
+    *fabrics_of: Sequence[str],
+    requested: str = "auto",
+    backend: str = "nccl",
+    sites: Sequence[str] = (),
+    is_single_launch: bool = False,
+    given: str = "",
+) -> tuple[str, str]:
+    """Choose the network for replicas of two ranks, the first of which report these fabrics."""
+    devices = [
+        [RankDevice(f"h{r}", "0", True, fabrics=list(found)), RankDevice(f"h{r}", "1", True)]
+        for r, found in enumerate(fabrics_of)
+    ]
+    return choose_net(
+        requested, backend, devices, sites=sites, is_single_launch=is_single_launch, given=given
+    )
+
+
+def test_network_between_launches_with_infiniband_of_their_own() -> None:
+    """Would catch NCCL's own choice, InfiniBand, which does not lead to the other site."""
+    net, text = choice(WEST, EAST)
+    assert net == "Socket"
+    assert text == (
+        ", network Socket (--edit-sync-net auto: no subnet of InfiniBand or RoCE is known to join "
+        "the launches)"
+    )
+    assert choice(WEST, ())[0] == "Socket"  # one of the sites has none
+
+
+@pytest.mark.parametrize(
+    ("found", "is_single_launch"),
+    [
+        (((), ()), False),  # no adapters
+        ((WEST, ("w1", "10.1.0.0/16", "10.9.0.0/24")), False),  # the same subnet
+        ((("one",), ("one",)), False),  # the same machine, whose subnet is not known
+        ((WEST, EAST), True),  # a single launch, as inside a cluster with routed RoCE
+    ],
+)
+def test_network_is_left_to_nccl(found: Any, is_single_launch: bool) -> None:
+    """Would catch TCP inside of a cluster with InfiniBand."""
+    net, text = choice(*found, is_single_launch=is_single_launch)
+    assert (net, text) == ("", ", NCCL chooses the network (--edit-sync-net auto)")
+
+
+def test_network_between_sites_of_the_placement() -> None:
+    """Would catch sites of which only the hosts are used."""
+    sites = ("west", "east")
+    net, text = choice(WEST, WEST, sites=sites, is_single_launch=True)
+    assert net == "Socket" and "--edit-placement names several sites" in text
+    assert choice(WEST, EAST, sites=("west", "west"), is_single_launch=True)[0] == ""
+    assert choice((), (), sites=sites, is_single_launch=True)[0] == ""
+
+
+def test_requested_network_is_used() -> None:
+    """Over gloo it has no effect, which is said, as `auto` may choose gloo."""
+    assert choice(WEST, EAST, requested="IB") == ("IB", ", network IB (--edit-sync-net IB)")
+    net, text = choice(WEST, EAST, requested="IB", backend="gloo")
+    assert (net, text) == ("", "; --edit-sync-net IB has no effect")
+    assert choice(WEST, EAST, backend="gloo") == ("", "")
+    _, text = choice(WEST, EAST, given="OFI")
+    assert text.startswith(", network OFI (NCCL_NET, which overrides all flags) (--edit-sync-net")
+
+
+def test_network_that_the_environment_overrides_is_refused() -> None:
+    """Would catch a flag that silently has no effect. NCCL compares names without case."""
+    for requested, env in (("auto", "IB"), ("Socket", ""), ("socket", "Socket")):
+        check_net(requested, {"NCCL_NET": env})
+    with pytest.raises(UsageError, match="NCCL_NET=IB: NCCL_NET overrides"):
+        check_net("Socket", {"NCCL_NET": "IB"})
+
+
+def test_fabrics_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch the default prefix, which is the same at all sites, and an Ethernet without an
+    adapter that counts as a subnet of one."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h0")
+
+    def address(text: str, mask: str | None, family: int = socket.AF_INET) -> Any:
+        return SimpleNamespace(family=family, address=text, netmask=mask)
+
+    there = {
+        "ib0": [address("10.1.2.3", "255.255.0.0"), address("fe80::1", None, socket.AF_INET6)],
+        "roce": [address("10.3.0.9", "255.255.255.0")],
+        "eth0": [address("192.168.0.7", "255.255.255.0")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    assert fabrics(tmp_path) == () == fabrics(tmp_path / "missing")
+    for device, prefix in (("a", "fe80:0000:0000:0000"), ("b", "fec0:0000:0000:0002")):
+        gids = tmp_path / device / "ports" / "1" / "gids"
+        gids.mkdir(parents=True)
+        (gids / "0").write_text(f"{prefix}:0002:c903:0000:0001\n")
+    (tmp_path / "b" / "device" / "net" / "roce").mkdir(parents=True)
+    assert fabrics(tmp_path) == ("h0", "10.1.0.0/16", "10.3.0.0/24", "fec0:0000:0000:0002")
+
+
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch without NCCL")
 def test_nccl_options_exist_in_torch() -> None:
     """Catches a name that torch's own options do not have, which the fake cannot."""
     options = dist.ProcessGroupNCCL.Options()
-    assert hasattr(options.config, "max_ctas")
+    assert hasattr(options.config, "max_ctas") and hasattr(options.config, "net_name")
     assert hasattr(options, "group_name") and hasattr(options, "global_ranks_in_group")
     assert hasattr(dist.ProcessGroupNCCL, "_set_default_timeout")
     assert hasattr(dist.ProcessGroupNCCL, "shutdown")

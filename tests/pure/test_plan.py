@@ -18,7 +18,7 @@ from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.method.cost import WORK_BEFORE_EXCHANGE, UnitExchange, exposed_seconds
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
-from megatron_edit.tools.plan.advice import advise, least_interval
+from megatron_edit.tools.plan.advice import advise, least_interval, warmup_warning
 from megatron_edit.tools.plan.exchanges import (
     TimingSetting,
     gradient_traffic,
@@ -434,6 +434,28 @@ def test_suggested_timeout_is_in_the_unit_of_the_flag() -> None:
         job = job_of("llama_350m", 8, *flags)
         found = {a.subject: a.text for a in advise(job, job.config("edit"), at(1e12), None)}
         assert found["timeout-seconds"].startswith(f"--edit-timeout-seconds {expected}"), found
+
+
+def test_warm_up_that_takes_days_is_a_warning() -> None:
+    """Would catch a plan of 7B at 1 Gbit/s that tells of syncs alone. Fewer iterations than W
+    count, and a warm-up is not warned of where its steps take longer than its exchanges."""
+    job = job_of("llama_7b", 8, "--use-edit")
+    plan = make_plan(job, at(1e9, step=22.0), ["edit", "ddp"])
+    (line,) = (line for line in lines(plan) if line.startswith("- warm-up: WARNING: "))
+    assert "the 1000 steps of the warm-up exchange 47.2 GB per host each" in line
+    assert "takes 104.8 h at 1 Gbit/s; --edit-warmup-dtype int8: 26.6 h; " in line
+    assert plan.as_json()["advice"]["warm-up"] == pytest.approx(1000 * plan.rows[1].cost.exposed)
+    coded = job_of("llama_7b", 8, "--use-edit", "--edit-warmup-dtype", "int8")
+    found = warmup_warning(coded, coded.config("edit"), at(1e9))
+    assert found is not None and "26.6 h" in found.text and "int8" not in found.text
+    for rate, step, flags in (
+        (1e10, 60.0, ""),  # longer steps
+        (1e12, 0.1, ""),  # a quarter of an hour
+        (1e9, 2.0, "--edit-warmup-steps 0"),
+        (1e9, 2.0, "--train-iters 9"),
+    ):
+        job = job_of("llama_7b", 8, "--use-edit", *flags.split())
+        assert warmup_warning(job, job.config("edit"), at(rate, step)) is None, (rate, flags)
 
 
 def test_every_strategy_has_a_plan() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_edit.comm.placement import Placement
+from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.method.auto import AutoChoice, SyncSettings
-from megatron_edit.tools.cli import main
+from megatron_edit.tools.cli import check, main
+from megatron_edit.tools.cli.words import SharedValues
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.job import NAMES, read_job
 from megatron_edit.tools.plan.values import parse_bytes, parse_rate, parse_seconds
@@ -96,8 +102,8 @@ def test_advice_leaves_chosen_settings_alone(capsys: pytest.CaptureFixture[str])
         assert main(["plan", *line, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         found.append([text.split(":")[0] for text in lines if text.startswith("- ")])
-    assert found[0] == ["- prefetch", "- timeout-seconds", "- distributed-timeout", "- signal-lead"]
-    assert found[1] == ["- interval", *found[0]]
+    rest = ["- prefetch", "- timeout-seconds", "- distributed-timeout", "- signal-lead"]
+    assert found == [["- warm-up", *rest], ["- warm-up", "- interval", *rest]]
 
 
 def test_planned_choice_follows_link_length_and_given_flags(
@@ -232,3 +238,33 @@ def test_unreadable_flag_file_is_refused_in_one_line(
         assert main(["plan", str(tmp_path / name), *GOOD[1:]]) == 2
         error = capsys.readouterr().err
         assert "cannot be read" in error and error.count("\n") == 1, error
+
+
+def warmup_lines(*words: str, checkpoint: str | None = None) -> list[str]:
+    """What `check` says of the warm-up of 7B with 8 replicas of 8 ranks."""
+    parser = argparse.ArgumentParser()
+    check.configure(parser)
+    options, rest = parser.parse_known_args([*words])
+    argv = [*read_flags(CONFIGS / "llama_7b.args"), *rest]
+    config = config_from_argv(argv)
+    checked: Any = SimpleNamespace(placement=Placement(8, 0, 8, 0, True), checkpoint=checkpoint)
+    return list(check._warmup_lines(checked, config, SharedValues.of(options), argv))
+
+
+def test_check_tells_how_long_the_warm_up_takes() -> None:
+    """Would catch a check of 7B over 1 Gbit/s that is simply ok, and a warning for a fast link, for
+    a resume, or for a model that the planner does not know."""
+    edit = ("--use-edit", "--edit-num-replicas", "8")
+    (line,) = warmup_lines(*edit)
+    assert line.startswith("without --link: the 1000 steps of the warm-up exchange 47.2 GB per")
+    assert "104.8 h at 1 Gbit/s; --edit-warmup-dtype int8: 26.6 h; " in line
+    (line,) = warmup_lines(*edit, "--link", "10Gbit")
+    assert line.startswith("WARNING: ") and "10.5 h at 10 Gbit/s" in line
+    (line,) = warmup_lines(*edit, "--link", "20Gbit", "--step-time", "9")
+    assert line.startswith("WARNING: ") and "at 20 Gbit/s" in line
+    assert warmup_lines(*edit, "--link", "20Gbit") == []
+    assert warmup_lines(*edit, "--link", "10Gbit", "--step-time", "60") == []
+    assert warmup_lines(*edit, "--edit-warmup-steps", "50") == []
+    assert warmup_lines(*edit, "--edit-strategy", "ddp") == []
+    assert warmup_lines(*edit, "--num-experts", "8") == []
+    assert warmup_lines(*edit, checkpoint="runs/a") == []

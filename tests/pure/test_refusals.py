@@ -22,6 +22,7 @@ from megatron_edit.host.arguments import (
     NEEDED,
     check_arguments,
     check_graphs,
+    check_shared_hosts,
     resolve_sync_mode,
 )
 from megatron_edit.host.attach import Attachment
@@ -32,6 +33,20 @@ from tests.pure.test_host_parts import arguments
 
 SETS: dict[str, Any] = {"full_validation": True, "multiple_validation_sets": True}
 UNITS = ("embedding", "layer.1", "layer.2", "final")
+
+
+def test_tensor_parallel_overlap_of_two_replicas_on_a_host_is_refused() -> None:
+    """Would catch ranks that end inside Transformer Engine ("UDS: Binding to socket"), and a
+    refusal where the replicas cannot meet."""
+    args = Namespace(tp_comm_overlap=True, tensor_model_parallel_size=4)
+    with pytest.raises(UsageError, match="2 replicas are on b") as caught:
+        check_shared_hosts(args, [{"a": 8, "b": 4}, {"b": 4, "c": 8}], {})
+    assert str(caught.value).startswith("--tp-comm-overlap: ")
+    check_shared_hosts(args, [{"a": 8}, {"b": 8}], {})
+    check_shared_hosts(args, [{"a": 4}, {"a": 4}], {"UB_SKIPMC": "1"})
+    for name, value in (("tp_comm_overlap", False), ("tensor_model_parallel_size", 1)):
+        other = Namespace(**{**vars(args), name: value})
+        check_shared_hosts(other, [{"a": 4}, {"a": 4}], {})
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[Flags, list[str], list[str]]] = {
          "in 2 micro-batches of 2 on each of its 1 data-parallel ranks",
          "sync mode blocking (--edit-sync-mode auto): without --overlap-param-gather",
          "never run on a GPU so far"],
-        ["mid-round", "not checked", "did you mean", "bucket"],
+        ["mid-round", "not checked", "did you mean", "bucket", "of the warm-up"],
     ),
     "overlap": (OVERLAP, ["sync mode overlap", "--ddp-bucket-size is not given"], []),
     "bucket": (OVERLAP | {"ddp_bucket_size": 100}, ["sync mode overlap"], ["bucket"]),

@@ -196,6 +196,7 @@ SLURM = """\
 echo "${0##*/}" "$@"
 case "${!#}" in *.sbatch) test -f "${!#}" ;; esac
 """
+SINFO = '#!/bin/bash\necho "128 gpu:8(S:0-1)"\n'
 
 
 class Runs:
@@ -295,6 +296,7 @@ def _make_environment(folder: Path) -> Path:
         "bin/megatron-edit": f'#!/bin/bash\nexec {python} -m megatron_edit "$@"\n',
         "bin/sbatch": SLURM,
         "bin/scancel": SLURM,
+        "bin/sinfo": SINFO,
         "stub/bin/python": PYTHON.format(python=python),
     }.items():
         (folder / path).write_text(text)

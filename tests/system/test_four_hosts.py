@@ -115,6 +115,16 @@ def test_file_with_an_unknown_host_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run/log/run.json").exists()
 
 
+def test_check_refuses_tensor_parallel_overlap_on_a_shared_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Would catch an "ok" of a check without GPUs, in which the flag is dropped."""
+    overlap = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap"]
+    flags = [*tiny_gpt(global_batch_size=8), *overlap, "--use-edit", "--edit-num-replicas", "2"]
+    assert main(["check", str(SCRIPT), *flags, "--hosts", "node1:4"]) == 2
+    assert "--tp-comm-overlap: 2 replicas are on node1" in capsys.readouterr().err
+
+
 def test_check_shows_which_host_is_in_which_replica(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*tiny_gpt(global_batch_size=8), "--use-edit", "--edit-num-replicas", "2"]
     hosts = "node1:1,node2:1,node10:1,node11:1"

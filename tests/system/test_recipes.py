@@ -131,6 +131,29 @@ def test_elastic_jobset_starts_hub_and_replicas(tmp_path: Path) -> None:
     assert policy["targetReplicatedJobs"] == ["replica"]
 
 
+@pytest.mark.parametrize("name", ["jobset.yaml", ELASTIC])
+def test_pods_of_ranks_can_lock_and_share_memory(name: str) -> None:
+    """Would catch InfiniBand that cannot register buffers, and the 64 MB of /dev/shm that are the
+    default, with which NCCL and data loaders fail."""
+    pod = pod_of(jobs_of(name)["replica"])
+    assert pod["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    (volume,) = (v["name"] for v in pod["volumes"] if v.get("emptyDir") == {"medium": "Memory"})
+    assert {"name": volume, "mountPath": "/dev/shm"} in pod["volumeMounts"]
+    assert "/dev/infiniband" in (RECIPES / name).read_text(encoding="utf-8")
+
+
+def test_other_containers_of_ranks_can_lock_memory() -> None:
+    """SkyPilot's pods and the documented container of Docker with GPUs."""
+    task = yaml.safe_load((RECIPES / "skypilot.yaml").read_text(encoding="utf-8"))
+    (container,) = task["config"]["kubernetes"]["pod_config"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    (command,) = (c for c in commands("docker run") if "--gpus" in c.words)
+    options = " ".join(command.words)
+    for option in ("--ulimit memlock=-1", "--cap-add IPC_LOCK", "--device /dev/infiniband",
+                   "--ipc host"):  # fmt: skip
+        assert f" {option} " in options, option
+
+
 def test_skypilot_launches_a_replica_per_node(tmp_path: Path) -> None:
     """Would catch a variable that SkyPilot does not set, and flags that do not fit."""
     launch = skypilot_launch(tmp_path)

@@ -346,6 +346,15 @@ def test_bad_flags_end_job_before_any_rank(run: Run) -> None:
     assert "srun" not in job.console
 
 
+def test_rank_of_a_gpu_gets_its_share_of_the_node(run: Run) -> None:
+    """Of 8 CPUs and 2 GPUs. Would catch a format that the real sinfo does not have."""
+    settings = run.settings | {"EDIT_GPUS_PER_NODE": "1"}
+    job = Run(run.cluster, run.folder, settings).submit("edit", "--hold")
+    shown = run.cluster.call("scontrol", "show", "job", str(job.id), "--oneliner")
+    run.cluster.attempt("scancel", str(job.id))
+    assert " CPUs/Task=4 " in shown and " NumNodes=2" in shown, shown
+
+
 def test_documented_commands_are_accepted(run: Run) -> None:
     """By the real sbatch, with jobs held, two nodes and no GPUs."""
     jobs: list[str] = []

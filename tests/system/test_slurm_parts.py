@@ -104,6 +104,57 @@ def test_submit_uses_all_lines_of_a_setting(tmp_path: Path) -> None:
         assert " ".join(WORDS) in component
 
 
+@pytest.mark.parametrize(
+    ("nodes", "given", "cpus"),
+    [
+        ("128 gpu:8(S:0-1)", "", "16"),
+        ("128 gpu:a100:4(S:0,1),nvme:1,gpu:h100:4(S:0)", "", "16"),
+        ("128 gpu:8\n96 gpu:8\n64 (null)\n8 gpu:1", "", "12"),  # of those with 8 GPUs
+        ("128 gpu:8", "3", "3"),
+    ],
+)
+def test_rank_gets_its_share_of_the_node(tmp_path: Path, nodes: str, given: str, cpus: str) -> None:
+    """Would catch one CPU for a GPU's rank, its data loader and its threads."""
+    write_stub(tmp_path, "sbatch", RECORD)
+    write_stub(tmp_path, "sinfo", f'{RECORD}; echo "{nodes}"')
+    done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "edit", EDIT_GPUS_PER_NODE="8",
+                EDIT_CPUS_PER_RANK=given, EDIT_PARTITION="big")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *asked, submitted = (tmp_path / "calls").read_text().splitlines()
+    assert f"--ntasks-per-node=8 --cpus-per-task={cpus} " in submitted
+    assert [("--partition=big" in line) for line in asked] == [True] * (not given)
+
+
+@pytest.mark.parametrize("sinfo", ["exit 1", 'echo "64 (null)"', ":"])
+def test_unknown_cpus_of_a_node_are_refused(tmp_path: Path, sinfo: str) -> None:
+    """Would catch a job without CPUs that waits for ever, and one with a single CPU per GPU."""
+    write_stub(tmp_path, "sbatch", RECORD)
+    write_stub(tmp_path, "sinfo", sinfo)
+    done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "edit", EDIT_GPUS_PER_NODE="8")
+    assert done.returncode == 2 and not (tmp_path / "calls").exists()
+    assert done.stderr.startswith("slurm: EDIT_CPUS_PER_RANK (empty): sinfo names no node with 8")
+
+
+@pytest.mark.parametrize(
+    ("variables", "cpus"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_CPUS_PER_NODE": "64"}, "4"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "64(x2),48,100(x3)"}, "6"),
+        ({"SLURM_HET_SIZE": "2", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16"}, "2"),
+        ({}, ""),
+    ],
+)
+def test_ranks_of_a_job_without_submit_get_all_that_was_granted(
+    tmp_path: Path, variables: dict[str, str], cpus: str
+) -> None:
+    """As with --exclusive. Would catch srun's own default, one CPU for each rank."""
+    group = 1 if "SLURM_HET_SIZE" in variables else 0
+    suffix = f"_HET_GROUP_{group}" if group else ""
+    job = {f"SLURM_NTASKS{suffix}": "16", f"SLURM_JOB_NUM_NODES{suffix}": "2"}
+    done = in_job(tmp_path, f'echo "cpus $(cpus_per_rank {group})"', **variables, **job)
+    assert done.stdout.strip() == f"cpus {cpus}".strip(), done.stderr
+
+
 def test_bad_multiline_setting_is_reported_in_one_line(tmp_path: Path) -> None:
     """Would catch a message that ends after the first line of the value."""
     done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed", EDIT_MIXED="fast:1\nslow")

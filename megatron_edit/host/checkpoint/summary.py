@@ -14,9 +14,9 @@ from megatron_edit.host.checkpoint.choosing import Choice
 _WITHOUT_EFFECT = frozenset(
     ("use_edit", "num_replicas", "placement", "replica_id", "rendezvous", "log_dir", "device",
      "inner_state", "log_units_to_tensorboard", "digest_interval", "timeout_seconds", "sync_mode",
-     "sync_backend", "prefetch_units", "offload", "check_commits", "hub", "replica_name",
-     "nominal_replicas",
-     "min_replicas", "hub_token_file", "telemetry", "metrics_port", "mlflow_experiment")
+     "sync_backend", "sync_net", "prefetch_units", "offload", "check_commits", "hub",
+     "replica_name", "nominal_replicas", "min_replicas", "hub_token_file", "telemetry",
+     "metrics_port", "mlflow_experiment")
 )  # fmt: skip
 
 

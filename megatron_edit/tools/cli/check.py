@@ -27,10 +27,13 @@ from megatron_edit.tools.cli.words import (
     TrainingCommand,
     add_shared_words,
 )
+from megatron_edit.tools.plan.values import TrainingFlags
 
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
 
+_SLOW_LINK = 1e9  # bits per second, where no link is given
+_MANY = 10  # times the seconds of a long warm-up: shorter ones may be short beside unknown steps
 # Arguments that need kernels or streams of GPUs (docs/gpu.md).
 _ON_GPUS = ("fp8_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
@@ -73,6 +76,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     world_size = _world_size(options.world_size, config)
     checked = check_script(script, command.argv, config, world_size)
     lines = list(_lines(checked, config, world_size))
+    lines += _warmup_lines(checked, config, values, command.argv)
     if given is None:
         lines.insert(1, f"no script is given: {_what_is_checked(script)}")
     if script is not None and not checked.is_rehearsed:
@@ -85,10 +89,22 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         host_list.check_placement(config, num_replicas)
         if hosts is not None:
             counts = host_list.ranks_by_host(config, hosts, num_replicas)
+            _check_shared_hosts(TrainingFlags(command.argv), counts)
             lines += host_list.placement_lines(counts)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0
+
+
+def _check_shared_hosts(flags: TrainingFlags, counts: list[dict[str, int]]) -> None:
+    """Check flags, of which some are off in a check on a machine without GPUs."""
+    from megatron_edit.host.arguments import check_shared_hosts  # torch
+
+    args = Namespace(
+        tp_comm_overlap=flags.has("--tp-comm-overlap"),
+        tensor_model_parallel_size=flags.count("--tensor-model-parallel-size", 1),
+    )
+    check_shared_hosts(args, counts, os.environ)
 
 
 def _script_of_clone() -> Path | None:
@@ -225,6 +241,40 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
         yield f"unknown to Megatron, kept for the script: {suggestion}"
     if checked.unknown:
         yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
+
+
+def _warmup_lines(
+    checked: CheckedLine, config: EditConfig, values: SharedValues, argv: Sequence[str]
+) -> Iterator[str]:
+    """Yield the time of a warm-up that begins here, if its exchanges take hours.
+
+    Without `--link` for a slow one, and only where they take long.
+    """
+    place = checked.placement
+    if (
+        place is None
+        or STRATEGIES[config.strategy].endless_warmup
+        or checked.checkpoint is not None
+    ):
+        return
+    # They import torch.
+    from megatron_edit.tools.plan.advice import LONG_WARMUP, warmup_warning
+    from megatron_edit.tools.plan.exchanges import TimingSetting
+    from megatron_edit.tools.plan.job import read_job
+    from megatron_edit.tools.plan.machine import GPU, Link
+
+    ranks = place.num_replicas * place.ranks_per_replica
+    try:
+        job = read_job(argv, num_replicas=place.num_replicas, world_size=ranks, ranks_per_host=None)
+    except UsageError:
+        return  # a model that the planner does not know
+    link = Link(values.link or _SLOW_LINK, values.latency)
+    is_known = values.link is not None and values.step is not None
+    least = LONG_WARMUP if is_known else _MANY * LONG_WARMUP
+    setting = TimingSetting(link, GPU, values.step or 0.0, 0.0)
+    if (found := warmup_warning(job, config, setting, least)) is not None:
+        start = "without --link: " if values.link is None else "WARNING: "
+        yield start + found.text
 
 
 def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
 from megatron_edit.constants import (
     INT4,
+    INT8,
     MAX_TIMEOUT_SECONDS,
     MIN_TIMEOUT_SECONDS,
     TIMEOUT_ROUNDS,
@@ -16,16 +17,23 @@ from megatron_edit.constants import (
 )
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
+from megatron_edit.tools.plan.exchanges import (
+    TimingSetting,
+    gradient_traffic,
+    sync_cost,
+    synchronous_cost,
+)
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import DEVICE, added_bytes, edit_parts, stock_parts
-from megatron_edit.tools.plan.values import MOST_COUNTED, show_bytes, show_seconds
+from megatron_edit.tools.plan.values import MOST_COUNTED, show_bytes, show_rate, show_seconds
 
 SLACK = 1.1  # margin between the end of an exchange and its landing
 COARSEST_WIRE = INT4  # that is suggested: the effect of coarser types on the loss is not measured
 MAX_DEPTH = 8
 DEFAULT_MINUTES = 10  # PyTorch's default timeout
 SAFETY = 2  # an exchange may share its link with others
+WARMUP = "warm-up"  # subject of a warning
+LONG_WARMUP = 3600.0  # seconds of exchanges in a warm-up that are worth a warning
 STEPS_TO_STOP = 2  # the current step, and the next one, at which a replica stops
 
 
@@ -61,6 +69,8 @@ def advise(
         chosen: settings that `--edit-auto` chooses, which need no suggestion.
     """
     found = []
+    if (warning := warmup_warning(job, config, setting)) is not None:
+        found.append(warning)
     if "sync_interval" not in chosen:
         found.append(_interval(job, config, setting))
     if not {"sync_dtype", "delay_steps"} & set(chosen):
@@ -69,6 +79,40 @@ def advise(
     if device_memory is not None:
         found.append(_memory(job, config, setting, device_memory))
     return (*found, *_timeouts(job, config, setting))
+
+
+def warmup_warning(
+    job: Job, config: EditConfig, setting: TimingSetting, least: float = LONG_WARMUP
+) -> Advice | None:
+    """Warn of a warm-up that exchanges gradients for hours, and longer than its steps take.
+
+    Args:
+        job: the training.
+        config: its settings.
+        setting: link, machine and step.
+        least: seconds of its exchanges from which they are worth a warning.
+
+    Returns:
+        The seconds and a text; None if there is nothing to warn of.
+    """
+    steps = min(config.warmup_steps, job.num_iterations or config.warmup_steps)
+
+    def seconds(some: EditConfig) -> float:
+        return steps * synchronous_cost(job, some, setting).exposed
+
+    found, rate = seconds(config), show_rate(setting.link.bandwidth)
+    if found < least or found <= steps * setting.step:
+        return None
+    text = (
+        f"the {steps} steps of the warm-up exchange "
+        f"{show_bytes(gradient_traffic(job, config).per_host)} per host each, which takes "
+        f"{show_seconds(found)} at {rate}; "
+    )
+    if config.warmup_dtype != INT8:
+        coded = seconds(replace(config, warmup_dtype=INT8))
+        text += f"{flag('warmup_dtype')} {INT8}: {show_seconds(coded)}; "
+    text += f"or give fewer {flag('warmup_steps')}, or load a checkpoint of a warm-up at one site"
+    return Advice(WARMUP, found, text)
 
 
 def least_interval(job: Job, config: EditConfig, setting: TimingSetting) -> int:

@@ -15,7 +15,7 @@ from megatron_edit.method.cost import Cost
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.pages.texts import show_count
-from megatron_edit.tools.plan.advice import Advice, advise
+from megatron_edit.tools.plan.advice import WARMUP, Advice, advise
 from megatron_edit.tools.plan.choice import predicted_choice
 from megatron_edit.tools.plan.exchanges import (
     TimingSetting,
@@ -251,7 +251,8 @@ def lines(plan: Plan) -> Iterator[str]:
             yield from row.choice.lines("predicted from --link")
     if plan.advice:
         yield ""
-        yield from (f"- {each.subject}: {each.text}" for each in plan.advice)
+        for each in plan.advice:
+            yield f"- {each.subject}: {'WARNING: ' * (each.subject == WARMUP)}{each.text}"
 
 
 def _units(plan: Plan) -> Iterator[str]:
