@@ -20,6 +20,7 @@ from megatron_edit.engine import EditEngine, EngineState, PendingState, RoundSta
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
+from megatron_edit.host.checkpoint.memory import reserve_memory
 from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.checkpoint.summary import training_settings
 from megatron_edit.host.model.megatron_host import MegatronHost
@@ -86,7 +87,7 @@ class BridgeLoads(LoadControl):
             pieces: not used: each rank loads what it has saved.
         """
         place, loaded = self._world.placement, self._loaded
-        check_on_all_ranks(self._world, "memory", engine.reserve_memory, what="memory")
+        reserve_memory(engine, self._world)
         consumed = host.arguments.consumed_train_samples
         if loaded is None:
             share = share_of(consumed, place.replica, place.num_replicas)

@@ -50,8 +50,7 @@ from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
 from megatron_edit.engine.sync.syncs import Sync
 from megatron_edit.engine.tuning import AutoTuner
-from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.flags import flag
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import RoundStart
@@ -74,6 +73,7 @@ class EditEngine:
         clock: see above. The host pauses it while it evaluates or saves.
         state: run-long state, except for anchor and momentum.
         syncs: the syncs that are under way, with anchor and momentum.
+        reserve_memory: takes the memory of the rounds, before `start`; see `SyncManager.reserve`.
         elastic: meetings of a run with a hub; else None.
         status: read-only state of training.
     """
@@ -108,8 +108,8 @@ class EditEngine:
             settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes
         )  # fmt: skip
         self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
-        self._common_stop = CommonStop(groups.sync)
         self._gradients = GradientAverager(settings.gradient_wire, host, groups)
+        self._common_stop, self.reserve_memory = CommonStop(groups.sync), self.syncs.reserve
         self.status = EngineStatus(settings, state, self.syncs, self._flags)
         self._context = ErrorContext(
             state, self.status, self._board, is_elastic=elastic is not None
@@ -117,23 +117,6 @@ class EditEngine:
         self.syncs.begin_thread(self._context.explain)
 
     # ---- start and end
-
-    def reserve_memory(self) -> None:
-        """Allocate what the rounds need, before the warm-up or a load.
-
-        Raises:
-            UsageError: there is too little memory.
-        """
-        try:
-            self.syncs.reserve()
-        except RuntimeError as error:  # also torch.OutOfMemoryError
-            nbytes = self.syncs.footprint.state_bytes / self.groups.replica.size
-            raise UsageError(
-                f"about {nbytes / 1e9:.3g} GB per rank for anchor, outer momentum and syncs",
-                f"must fit beside the model ({str(error).partition('. ')[0]})",
-                f"use more ranks per replica, or {flag('offload')}",
-                is_local=True,
-            ) from error
 
     def start(self, step: int = 0, num_syncs: int = 0, residuals: Sequence[Residual] = ()) -> None:
         """Broadcast the parameters of replica 0, check that all replicas hold them, and begin.

@@ -119,6 +119,12 @@ class EngineStatus:
         return int(self._syncs.footprint.unit_numels.sum())
 
     @property
+    def state_bytes_per_rank(self) -> float:
+        """Bytes of the rounds' state beside the model, on average over the ranks of the replica."""
+        footprint = self._syncs.footprint
+        return footprint.state_bytes / len(footprint.unit_numels)
+
+    @property
     def steps_of_others(self) -> int:
         """Lower bound of the optimizer steps of the other replicas in this launch. For display; no
         decision may depend on it."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.sync import outer_state
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
+from megatron_edit.host.checkpoint.memory import reserve_memory
 from tests.harness.races import RaceDetector
 from tests.harness.traced_streams import CPU, Rank, plan_of
 
@@ -43,7 +48,7 @@ def test_outer_state_exists_in_the_warm_up(settings: dict[str, Any]) -> None:
     """Catches a lack of memory that shows only when 1000 steps have been made."""
     with built(**settings) as rank:
         engine = rank.engine
-        engine.reserve_memory()
+        engine.syncs.reserve()
         reserved = engine.syncs._reserved
         assert reserved is not None
         places = places_of(reserved)
@@ -98,8 +103,10 @@ def test_lack_of_memory_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
     monkeypatch.setattr(OuterState, "allocate", allocate)
+    store = dist.HashStore()
+    world = ReplicaWorld(Placement(1, 0, 1, 0, True), store, store, timedelta(seconds=20))
     with built() as rank, pytest.raises(UsageError) as refusal:
-        rank.engine.reserve_memory()
+        reserve_memory(rank.engine, world)
     text = str(refusal.value)
     assert text.startswith("about 6.64e-07 GB per rank for anchor, outer momentum and syncs: must")
     assert "(CUDA out of memory); use more ranks per replica, or --edit-offload" in text
@@ -108,7 +115,7 @@ def test_lack_of_memory_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_no_memory_is_kept_for_the_final_phase() -> None:
     """Catches 8 bytes for each parameter that nothing uses."""
     with built() as rank:
-        rank.engine.reserve_memory()
+        rank.engine.syncs.reserve()
         rank.engine.start()
         rank.engine._enter_final_phase()
         assert rank.engine.syncs._reserved is None

@@ -24,6 +24,7 @@ from megatron_edit.host.batch_stages import check_stages
 from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.megatron_load import call_megatron_load
+from megatron_edit.host.checkpoint.memory import reserve_memory
 from megatron_edit.host.checkpoint.outer import LocalPiece, RankPieces
 from megatron_edit.host.checkpoint.param_groups import new_rates_kept
 from megatron_edit.host.checkpoint.paths import Redirection
@@ -161,7 +162,7 @@ class LoadControl:
             pieces: this rank's pieces of the outer state.
         """
         place, resume, choice = self._world.placement, self._resume, self._choice
-        check_on_all_ranks(self._world, "memory", engine.reserve_memory, what="memory")
+        reserve_memory(engine, self._world)
         consumed = host.arguments.consumed_train_samples if resume is None else resume.plan.consumed
         check_stages(host.arguments, host.arguments.data_parallel_size, consumed)
         if choice is not None:
