@@ -57,6 +57,8 @@ class AdaptiveTimeout:
     round is over, time-outs follow the steps: in the warm-up, in which replicas wait for each other
     at every step, the longest one so far, with what came before it (start-up, evaluation, save);
     then the expected length of the first round. They only grow then, and each rank may have others.
+    They are never less than what the bytes of a sync, or of the gradients of a step, need on the
+    links: NCCL counts from the launch of a collective, and a step launches all of them at once.
 
     Attributes:
         groups: between replicas.
@@ -78,6 +80,7 @@ class AdaptiveTimeout:
     _expected_steps: float = 0.0  # of the first round
     _expected_seconds: float = 0.0
     _allowed: float = 0.0  # length that the present time-out was made from
+    _transfer: float = 0.0  # seconds that the bytes need
 
     def begin(self, length: float = 0.0, steps: int = 0) -> None:
         """Begin the first round, or resume the round of a checkpoint.
@@ -92,6 +95,11 @@ class AdaptiveTimeout:
         self._expected_seconds = self.timed_seconds
         self.length = length
         self._allow(length or self._expected_length)
+
+    def allow_transfer(self, seconds: float) -> None:
+        """Allow for exchanges that take so long, from the bytes and the measured rate."""
+        self._transfer = seconds
+        self._allow(self._allowed)
 
     def follow_step(self) -> None:
         """Measure the time since the last call, once a step, before replicas wait for each other.
@@ -125,7 +133,7 @@ class AdaptiveTimeout:
     def _allow(self, length: float) -> None:
         self._allowed = length
         if not self.is_fixed:
-            seconds = max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)
+            seconds = max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * max(length, self._transfer))
             timeout = timedelta(seconds=min(MAX_TIMEOUT_SECONDS, seconds))
             for group in self.groups:
                 if group.timeout != timeout:

@@ -128,7 +128,7 @@ class EditEngine:
         """
         self.state.step = step
         self.state.rounds = replace(self.state.rounds, count=num_syncs)
-        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
+        self._tuner.open_groups(self.state.timeout if self.elastic is None else None)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         self._gradients.load_state_dict(residuals)
@@ -393,7 +393,7 @@ class EditEngine:
         if saved.is_warmup:
             self.start(saved.replica.step, saved.rounds.count, saved.gradients)
             return
-        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
+        self._tuner.open_groups(self.state.timeout if self.elastic is None else None)
         outer, detectors = self.syncs.take_anchor(), saved.rounds.detectors
         outer.load(saved.outer)
         if unfinished is not None:

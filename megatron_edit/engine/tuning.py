@@ -20,7 +20,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_edit.comm.collectives import all_reduce_payload
+from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire, moment_bytes
+from megatron_edit.constants import FP32_BYTES
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter
 from megatron_edit.engine.state import RunState
 from megatron_edit.method.auto import (
@@ -45,6 +48,7 @@ _FIRST_PROBE = 1 << 14  # elements
 _LARGEST_PROBE = 1 << 24
 _LEAST_WORK, _MOST_WORK = 1 << 18, 1 << 22  # elements
 _TINY_MESSAGES = 5
+_QUICK_BYTES = 10_000_000  # less needs no measurement: on any link it is sent before a time-out
 _LANDING = LandingRule(delay=1, mix=0.0, keeps_progress=True, at_next_meeting=False)
 
 
@@ -130,6 +134,22 @@ class AutoTuner:
         """The tuner of a run, with `--edit-auto` or without."""
         last = settings.schedule.warmup_steps if settings.auto is not None else None
         return cls(settings, groups, unit_numels, StepMeter(groups, last))
+
+    def open_groups(self, timeout: AdaptiveTimeout | None) -> None:
+        """Use every group once, and allow exchanges the time that their bytes need.
+
+        Collective: all ranks of all replicas, where there is a time-out.
+
+        Args:
+            timeout: between replicas; None where a hub decides who is late.
+        """
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
+        tensors = 1 + len(self.settings.moments.rule.kinds)
+        nbytes = FP32_BYTES * tensors * int(self.unit_numels.sum(dim=1).max())
+        if timeout is not None and nbytes > _QUICK_BYTES:
+            rate, latency = measure_links(self.groups)
+            sent = all_reduce_payload(nbytes, self.groups.sync.size)
+            timeout.allow_transfer(latency + sent / rate)
 
     def choose(self, state: RunState, reporter: Reporter) -> AutoChoice | None:
         """Measure links and local work, and choose the settings of the next rounds.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from megatron_edit.comm import heartbeat as heartbeats
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.timeouts import AdaptiveTimeout, StepTimes
+from megatron_edit.engine import tuning
+from megatron_edit.engine.tuning import AutoTuner
+from megatron_edit.method.moments import NO_MOMENTS
 
 LIMIT = 600.0
 
@@ -49,6 +53,29 @@ def test_timeout_given_by_the_user_is_fixed() -> None:
     adaptive_timeout.begin(1e6)
     adaptive_timeout.after_round()
     assert mine.timeout == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rate", "least"),
+    [(12e9, 125e6 / 8, 1500.0), (12e9, 12.5e9, 600.0), (1e5, 1.0, 600.0)],
+    ids=["12B at 1 Gbit", "12B at 100 Gbit a rank", "tiny"],
+)
+def test_timeout_allows_for_the_bytes(
+    parameters: float, rate: float, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks a replica. NCCL's watchdog counts from the launch of all of a step's exchanges.
+    Catches a first step of the warm-up that ends in SIGABRT after ten minutes."""
+    monkeypatch.setattr(tuning, "measure_links", lambda groups: (rate, 0.03))
+    limited, anything = group(), SimpleNamespace
+    numels = torch.full((8, 1), int(parameters / 8))
+    groups: Any = anything(sync=anything(size=2), warm_up=lambda **_: None)
+    settings: Any = anything(num_phases=0, moments=anything(rule=NO_MOMENTS))
+    timeout = AdaptiveTimeout([limited], is_fixed=False)
+    AutoTuner(settings, groups, numels, cast(Any, None)).open_groups(timeout)
+    timeout.begin()
+    timeout.follow_step()
+    found = limited.timeout.total_seconds()
+    assert found >= least and (found == 600.0) is (least == 600.0)
 
 
 def waiting(exchanges: int = 0) -> HeartbeatMonitor:
