@@ -97,7 +97,7 @@ class EditEngine:
         nbytes = size_of_record(host, state, has_digests=has_digests)
         footprint = Footprint.measure(groups, host.plan, settings, nbytes)
         self.syncs = SyncManager(host, groups, settings, reporter, footprint)
-        self._tuner = AutoTuner.of(settings, groups, footprint.unit_numels)
+        self._tuner = AutoTuner.of(settings, groups, footprint.unit_numels, elastic is None)
         self._meetings = Meetings(
             host, groups, self._board, state, settings.timed is None, has_digests,
             poll_exchanges=self.syncs.poll_if_busy,
@@ -128,7 +128,7 @@ class EditEngine:
         """
         self.state.step = step
         self.state.rounds = replace(self.state.rounds, count=num_syncs)
-        self._tuner.open_groups(self.state.timeout if self.elastic is None else None)
+        self.syncs.together_bytes = self._tuner.open_groups(self.state.timeout)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         self._gradients.load_state_dict(residuals)
@@ -393,7 +393,7 @@ class EditEngine:
         if saved.is_warmup:
             self.start(saved.replica.step, saved.rounds.count, saved.gradients)
             return
-        self._tuner.open_groups(self.state.timeout if self.elastic is None else None)
+        self.syncs.together_bytes = self._tuner.open_groups(self.state.timeout)
         outer, detectors = self.syncs.take_anchor(), saved.rounds.detectors
         outer.load(saved.outer)
         if unfinished is not None:

@@ -48,7 +48,9 @@ _FIRST_PROBE = 1 << 14  # elements
 _LARGEST_PROBE = 1 << 24
 _LEAST_WORK, _MOST_WORK = 1 << 18, 1 << 22  # elements
 _TINY_MESSAGES = 5
-_QUICK_BYTES = 10_000_000  # less needs no measurement: on any link it is sent before a time-out
+# Fewer bytes are sent before a time-out on any link, and a shorter latency costs little: then the
+# rate is not measured at the start.
+_QUICK_BYTES, _SHORT_LATENCY = 10_000_000, 0.005
 _LANDING = LandingRule(delay=1, mix=0.0, keeps_progress=True, at_next_meeting=False)
 
 
@@ -122,34 +124,46 @@ class AutoTuner:
         groups: the communication groups.
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
         meter: of the steps of the warm-up; measures nothing where nothing is chosen.
+        has_links: whether all replicas are there at the start, so that links can be measured.
     """
 
     settings: EngineSettings
     groups: EngineGroups
     unit_numels: Tensor
     meter: StepMeter
+    has_links: bool = True
 
     @classmethod
-    def of(cls, settings: EngineSettings, groups: EngineGroups, unit_numels: Tensor) -> AutoTuner:
+    def of(
+        cls, settings: EngineSettings, groups: EngineGroups, unit_numels: Tensor, has_links: bool
+    ) -> AutoTuner:
         """The tuner of a run, with `--edit-auto` or without."""
         last = settings.schedule.warmup_steps if settings.auto is not None else None
-        return cls(settings, groups, unit_numels, StepMeter(groups, last))
+        return cls(settings, groups, unit_numels, StepMeter(groups, last), has_links)
 
-    def open_groups(self, timeout: AdaptiveTimeout | None) -> None:
+    def open_groups(self, timeout: AdaptiveTimeout) -> int:
         """Use every group once, and allow exchanges the time that their bytes need.
 
-        Collective: all ranks of all replicas, where there is a time-out.
+        Collective: all ranks of all replicas that are there.
 
         Args:
-            timeout: between replicas; None where a hub decides who is late.
+            timeout: between replicas.
+
+        Returns:
+            Bytes that a rank could send in the latency of an exchange; 0 if it was not measured.
         """
         self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         tensors = 1 + len(self.settings.moments.rule.kinds)
         nbytes = FP32_BYTES * tensors * int(self.unit_numels.sum(dim=1).max())
-        if timeout is not None and nbytes > _QUICK_BYTES:
-            rate, latency = measure_links(self.groups)
-            sent = all_reduce_payload(nbytes, self.groups.sync.size)
-            timeout.allow_transfer(latency + sent / rate)
+        size = self.groups.sync.size
+        if size == 1 or not self.has_links:
+            return 0
+        latency = measure_latency(self.groups)
+        if nbytes <= _QUICK_BYTES and latency <= _SHORT_LATENCY:
+            return 0
+        rate, latency = measure_links(self.groups)
+        timeout.allow_transfer(latency + all_reduce_payload(nbytes, size) / rate)
+        return round(rate * latency)
 
     def choose(self, state: RunState, reporter: Reporter) -> AutoChoice | None:
         """Measure links and local work, and choose the settings of the next rounds.
@@ -231,9 +245,7 @@ def measure_links(groups: EngineGroups) -> tuple[float, float]:
     sync = groups.sync
     if sync.size == 1:
         return math.inf, 0.0
-    delays = [_seconds_of(groups, torch.zeros(1)) for _ in range(_TINY_MESSAGES)]
-    latency = float(_gather_all(groups, [min(delays)]).max())
-    numel = _FIRST_PROBE
+    latency, numel = measure_latency(groups), _FIRST_PROBE
     while True:
         values = torch.zeros(numel, device=sync.device)
         sent = sync.payload_bytes
@@ -242,6 +254,12 @@ def measure_links(groups: EngineGroups) -> tuple[float, float]:
         if seconds >= _PROBE_SECONDS or numel >= _LARGEST_PROBE:
             return sent / max(seconds - latency, 1e-9), latency
         numel *= 2
+
+
+def measure_latency(groups: EngineGroups) -> float:
+    """Seconds of an exchange without content. Collective: all ranks of all replicas."""
+    delays = [_seconds_of(groups, torch.zeros(1)) for _ in range(_TINY_MESSAGES)]
+    return float(_gather_all(groups, [min(delays)]).max())
 
 
 def _seconds_of(groups: EngineGroups, values: Tensor) -> float:

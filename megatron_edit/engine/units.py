@@ -226,6 +226,23 @@ class Selection:
     has_all_units: bool
 
 
+def batch_numbers(numels: Sequence[int], limit: int) -> list[int]:
+    """Number, from 0, of the batch of each unit: consecutive units with at most `limit` elements
+    together, or one larger unit.
+
+    Args:
+        numels: elements of each unit.
+        limit: of a batch.
+    """
+    numbers, number, held = list[int](), 0, 0
+    for numel in numels:
+        if held and held + numel > limit:
+            number, held = number + 1, 0
+        numbers.append(number)
+        held += numel
+    return numbers
+
+
 def select_units(plan: UnitPlan, indices: Iterable[int]) -> Selection:
     """Select the units at the given positions of a plan."""
     chosen = tuple(sorted(indices))

@@ -22,7 +22,7 @@ from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import ForwardSync, SyncContext
-from megatron_edit.engine.units import select_units
+from megatron_edit.engine.units import batch_numbers, select_units
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
@@ -210,8 +210,9 @@ class Replica:
     """A manager with one sync that lands in the forward pass, `depth` units in flight."""
 
     def __init__(
-        self, rank: int, groups: Any, wire: Wire, *, offload: bool = False, depth: int = 2
-    ) -> None:
+        self, rank: int, groups: Any, wire: Wire, *, offload: bool = False, depth: int = 2,
+        together: int = 0,
+    ) -> None:  # fmt: skip
         plan = plan_of(0.0)
         outer = OuterState.from_parameters(
             plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2
@@ -229,7 +230,8 @@ class Replica:
             SyncRules(Nesterov(1.0, 0.5), None, DIRECT_COPY), (1, 1), (1, 1),
         )  # fmt: skip
         self.plan, self.outer = plan, outer
-        context = SyncContext(anything(), groups, wire, depth, outer)
+        numels = [2] * len(UNITS)
+        context = SyncContext(anything(), groups, wire, depth, outer, numels, together)
         self.sync = ForwardSync(sync_plan, context, 0.0, 0.0)
         settings = anything(
             overlaps_compute=True,
@@ -252,15 +254,13 @@ class Replica:
 
 
 @contextmanager
-def replicas_of(
-    network: Network, wire: str = "fp32", *, offload: bool = False
-) -> Iterator[list[Replica]]:
+def replicas_of(network: Network, wire: str = "fp32", **settings: Any) -> Iterator[list[Replica]]:
     """Two replicas of one rank each, which are closed at the end."""
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
     replicas = []
     for rank, group in enumerate(two_phase_groups(2, network)):
         groups = anything(sync=group, stage=alone, replica=alone, control=alone, ties={})
-        replicas.append(Replica(rank, groups, Wire.of(wire), offload=offload))
+        replicas.append(Replica(rank, groups, Wire.of(wire), **settings))
     try:
         yield replicas
     finally:
@@ -283,6 +283,30 @@ def test_exchanges_do_not_wait_for_forward_pass_of_slower_replica(wire: str, off
         assert slow.land(len(UNITS)) == [-2.25] * len(UNITS)
         for replica in (fast, slow):
             assert [u.momentum[0] for u in replica.outer.units.values()] == [1.5] * len(UNITS)
+
+
+@pytest.mark.parametrize(("together", "launched"), [(0, 1), (3, 1), (4, 2), (5, 2), (100, 6)])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_small_units_are_exchanged_together(wire: str, together: int, launched: int) -> None:
+    """With one batch in flight. Catches a latency of the link for each of many small units, and
+    units whose values depend on which others are exchanged with them."""
+    with replicas_of(Network(patience=SOON), wire, depth=1, together=together) as (one, other):
+        one.sync.advance()
+        assert [unit.shard.name for unit in one.sync.inflight_units] == UNITS[:launched]
+        assert all(unit.on_wire is not None for unit in one.sync.inflight_units)
+        for replica in (one, other):
+            replica.syncs.begin_landing(replica.sync)
+        for replica in (one, other):
+            assert replica.land(len(UNITS)) == [-2.25] * len(UNITS)
+    assert one.sync._groups.sync.num_started == (
+        len(UNITS) if wire == "fp32" else 2 * -(-len(UNITS) // launched)
+    )
+
+
+def test_batches_hold_consecutive_units_up_to_the_limit() -> None:
+    """A larger unit is a batch of its own."""
+    assert batch_numbers([2, 2, 9, 1, 1, 1, 0, 5], 3) == [0, 1, 2, 3, 3, 3, 3, 4]
+    assert batch_numbers([], 3) == []
 
 
 def test_number_of_units_in_flight_is_bounded() -> None:

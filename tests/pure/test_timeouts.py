@@ -66,6 +66,7 @@ def test_timeout_allows_for_the_bytes(
     """Eight ranks a replica. NCCL's watchdog counts from the launch of all of a step's exchanges.
     Catches a first step of the warm-up that ends in SIGABRT after ten minutes."""
     monkeypatch.setattr(tuning, "measure_links", lambda groups: (rate, 0.03))
+    monkeypatch.setattr(tuning, "measure_latency", lambda groups: 0.001)
     limited, anything = group(), SimpleNamespace
     numels = torch.full((8, 1), int(parameters / 8))
     groups: Any = anything(sync=anything(size=2), warm_up=lambda **_: None)

@@ -28,6 +28,7 @@ import torch
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.flags import DelayedVote
 from megatron_edit.comm.progress import ProgressThread
+from megatron_edit.constants import FP32_BYTES
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.plan import RoundPlan, SyncPlan
 from megatron_edit.engine.saved import PendingState
@@ -59,6 +60,8 @@ class SyncManager:
     Attributes:
         landing: the sync whose units are landing; None when all have landed and were checked.
         pending: syncs that land as a whole, later or after a check, in the order of their starts.
+        together_bytes: what a link carries in the latency of an exchange: units of fewer bytes are
+            exchanged together, so that not each of them costs a latency. At most the largest unit.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class SyncManager:
         self._reports = SyncReports(groups, reporter, settings.wire, footprint)
         self.landing: Sync | None = None
         self.pending: list[DelayedSync] = []
+        self.together_bytes = 0
         self._outer: OuterState | None = None
         self._reserved: OuterState | None = None  # allocated, before the rounds
         self._thread: ProgressThread | None = None
@@ -479,7 +483,16 @@ class SyncManager:
 
     def _context(self) -> SyncContext:
         settings = self._settings
-        return SyncContext(self._host, self._groups, settings.wire, settings.depth, self.outer)
+        largest = self.footprint.unit_numels.amax(dim=0)
+        return SyncContext(
+            self._host,
+            self._groups,
+            settings.wire,
+            settings.depth,
+            self.outer,
+            tuple(largest.tolist()) if self.together_bytes else (),
+            min(self.together_bytes // FP32_BYTES, int(largest.max())),
+        )
 
     def _all(self) -> list[Sync]:
         return [*self.pending] if self.landing is None else [self.landing, *self.pending]

@@ -13,7 +13,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatron_edit.engine.sync.finite import finite_units, is_finite_on_all_stag
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync, naming_unit
-from megatron_edit.engine.units import UnitPlan, UnitShard, select_units
+from megatron_edit.engine.units import UnitPlan, UnitShard, batch_numbers, select_units
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
@@ -48,8 +48,11 @@ class SyncContext:
         host: the training framework.
         groups: the communication groups.
         wire: type on the wire.
-        depth: maximum number of started units without outer step, of an immediate sync.
+        depth: maximum number of batches with units that have started and made no outer step, of an
+            immediate sync.
         outer: anchor and momentum.
+        unit_numels: elements of the largest shard of each unit, the same on all ranks.
+        together_numel: of consecutive units that are exchanged together, at most; 0: each alone.
     """
 
     host: Host
@@ -57,6 +60,8 @@ class SyncContext:
     wire: Wire
     depth: int
     outer: OuterState
+    unit_numels: Sequence[int] = ()
+    together_numel: int = 0
 
 
 class Sync(ABC):
@@ -180,8 +185,7 @@ class Sync(ABC):
         self._inflight.popleft()
         shard = unit.shard
         if unit.staged is None and self._outer.offload_streams is not None:
-            # Its outer step was done earlier: the new anchor may still be in transfer to the host
-            # memory that the landing reads.
+            # Its outer step was done earlier: the anchor may still be in transfer to host memory.
             self._outer.begin_sync()
         is_finite = self._finite is None or self._finite[shard.index]
         with naming_unit(shard), record_function("edit/landing"):
@@ -191,7 +195,7 @@ class Sync(ABC):
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
         if self._groups.sync.runs_in_order:
-            # Begin the second phases of units launched before this landing, behind it in the queue.
+            # Second phases of units launched before this landing begin behind it in the queue.
             progress_exchanges(self._groups.sync)
         self.advance()
         if self.is_done:
@@ -268,15 +272,31 @@ class Sync(ABC):
         """Advance the exchanges of units whose outer step is not done; return whether all are
         done."""
         is_over = True
-        for unit in self._inflight:
-            if unit.result is not None:
-                continue
+        for unit in (each for each in self._inflight if not each.is_stepped):
             with naming_unit(unit.shard):
+                self._launch_with_others(unit)
                 if not unit.advance(self._groups, self._context.wire):
                     is_over = False
                     if not self.launches_together:
                         break
         return is_over
+
+    def _launch_with_others(self, unit: UnitSync) -> None:
+        """Launch a unit's exchange, if necessary, and those that begin with it."""
+        self._launch_as_one([unit])
+
+    def _launch_as_one(self, units: Iterable[UnitSync]) -> None:
+        """Begin the exchanges of these units, as far as they have not begun, in one launch.
+
+        Collective: the sync group; see the note on the order of syncs (`manager.py`).
+        """
+        waiting = [(unit, unit.addends(self._context.wire)) for unit in units]
+        if together := [addend for _, addends in waiting for addend in addends]:
+            with record_function("edit/exchange"):
+                exchange = start_exchange(self._groups.sync, together)
+            for unit, addends in waiting:
+                if addends:
+                    unit.join_exchange(exchange)
 
 
 class ForwardSync(Sync):
@@ -284,7 +304,14 @@ class ForwardSync(Sync):
 
     def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
         super().__init__(plan, context, began, waited)
-        self._prefetched = self._outer.prefetch(self.units.shards, UnitState.stage)
+        shards = self.units.shards
+        self._prefetched = self._outer.prefetch(shards, UnitState.stage)
+        self._batches: Sequence[int] = range(len(shards))
+        if context.together_numel:
+            indices = [plan.selection.indices[shard.index] for shard in shards]
+            numels = [context.unit_numels[index] for index in indices]
+            self._batches = batch_numbers(numels, context.together_numel)
+        self._batch_of = dict(zip((s.name for s in shards), self._batches, strict=True))
 
     @property
     def launches_together(self) -> bool:
@@ -296,7 +323,7 @@ class ForwardSync(Sync):
     def advance(self) -> bool:
         """Prepare as many units as the depth allows, and launch them; see `Sync.advance`."""
         num_units = len(self.units.shards)
-        while self._num_started < num_units and self._num_unstepped < self._context.depth:
+        while self._num_started < num_units and self._has_room:
             shard, staged = next(self._prefetched)
             self._prepare_unit(shard, staged)
             del staged  # the unit in flight has the only reference
@@ -334,8 +361,15 @@ class ForwardSync(Sync):
         return next((unit for unit in self._inflight if unit.result is None), None)
 
     @property
-    def _num_unstepped(self) -> int:
-        return self._num_started - len(self._results)
+    def _has_room(self) -> bool:
+        """Whether another unit may start."""
+        oldest, following = len(self._results), self._num_started
+        return self._batches[following] - self._batches[oldest] < self._context.depth
+
+    def _launch_with_others(self, unit: UnitSync) -> None:
+        """Launch it with the other units of its batch."""
+        batch = self._batch_of[unit.shard.name]
+        self._launch_as_one(u for u in self._inflight if self._batch_of[u.shard.name] == batch)
 
 
 class DelayedSync(Sync):
@@ -351,7 +385,7 @@ class DelayedSync(Sync):
         if self._groups.sync.runs_in_order:
             # Launched one by one, each would wait in the device's queue until the one before is
             # done, and with a single hardware queue so would all work behind it.
-            self._launch_as_one()
+            self._launch_as_one(self._inflight)
         return self._launch_units()
 
     def is_finite_on_replica(self) -> bool:
@@ -381,19 +415,6 @@ class DelayedSync(Sync):
             unit.unstage()
         self._outer.end_sync()
         self._ended = time.monotonic()
-
-    def _launch_as_one(self) -> None:
-        """Begin the exchanges of all units in one launch.
-
-        Collective: the sync group; see the note on the order of syncs (`manager.py`).
-        """
-        units = [(unit, unit.addends(self._context.wire)) for unit in self._inflight]
-        if together := [addend for _, addends in units for addend in addends]:
-            with record_function("edit/exchange"):
-                exchange = start_exchange(self._groups.sync, together)
-            for unit, addends in units:
-                if addends:
-                    unit.join_exchange(exchange)
 
     # ---- checkpoints
 
