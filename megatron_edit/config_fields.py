@@ -335,7 +335,8 @@ class SettingFields:
     timeout_seconds: float | None = _setting(
         None,
         "seconds without progress after which a replica counts as lost, or auto = "
-        f"max({MIN_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
+        f"max({MIN_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round, "
+        f"{TIMEOUT_ROUNDS} x the time of its bytes)",
         kind=number_or_auto,
         within=_SECONDS,
     )
