@@ -93,10 +93,10 @@ def build_groups(
 def _control_group(world: ReplicaWorld) -> Group:
     place = world.placement
     return stand_alone_group(
-        world.shared_store,
+        world.replica_store,
         place.rank,
         place.ranks_per_replica,
-        ON_CPU,
+        replace(ON_CPU, is_lazy=True),
         world.timeout,
         f"control group of replica {place.replica}",
     )
@@ -166,7 +166,7 @@ class _ReplicaGroups:
             self.world.replica_store,
             group.rank(),
             group.size(),
-            replace(self.transport, members=()),
+            replace(self.transport, members=(), is_lazy=True),
             self.world.timeout,
             f"{name} group of rank {first}",
         )
