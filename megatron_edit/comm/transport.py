@@ -62,7 +62,7 @@ class RankDevice:
 
 
 def choose_backend(requested: str, devices: Sequence[Sequence[RankDevice]]) -> str:
-    """Choose the backend of exchanges; the same on all ranks, which have the same arguments.
+    """Choose the backend of exchanges, for all ranks.
 
     Args:
         requested: "auto", "nccl" or "gloo".

@@ -295,6 +295,7 @@ class Attachment:
         agree_on_settings(world, self._config, args, self._device)
         if not placement.is_single_launch:
             world.arrange(self._config.placement)
+            world.enter_environment(os.environ)  # the interface
         if placement.global_rank == 0:
             _log_hosts(world, self._config.replica_name)
         if self._config.hub is not None:
@@ -321,8 +322,7 @@ def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) ->
 
 
 def _log_hosts(world: ReplicaWorld, name: str | None) -> None:
-    assert world.arrangement is not None
-    counts = world.arrangement.counts()
+    counts = world.host_counts() or []
     for line in host_lines(counts, name):
         say(line)
     for line in straddling_warnings(counts):

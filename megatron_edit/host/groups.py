@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -78,9 +79,7 @@ def build_groups(
     # Once it is formed, a lost connection ends every wait.
     meeting: Group = world.watched(lambda: across(ON_CPU, "meeting"))
     world.begin_training()
-    gathered = meeting.all_gather_json(control.all_gather_json(asdict(_rank_device(device))))
-    rank_devices = [[RankDevice(**fields) for fields in ranks] for ranks in gathered]
-    backend = choose_backend(config.sync_backend, rank_devices)
+    backend = _choose_backend(world, device, config)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
@@ -88,6 +87,17 @@ def build_groups(
     in_replica = _ReplicaGroups(world, transport, has_thread=overlap and backend == GLOO)
     sync = across(transport, "sync", num_phases_of(config))
     return _engine_groups(control, sync, meeting, in_replica)
+
+
+def _choose_backend(world: ReplicaWorld, device: torch.device, config: EditConfig) -> str:
+    size = world.placement.ranks_per_replica
+
+    def decide(found: list[dict[str, Any]]) -> list[str]:
+        ranks = [RankDevice(**fields) for fields in found]
+        replicas = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        return [choose_backend(config.sync_backend, replicas)] * len(ranks)
+
+    return str(world.settle("devices", asdict(_rank_device(device)), decide))
 
 
 def _control_group(world: ReplicaWorld) -> Group:
