@@ -249,7 +249,7 @@ class ReplicaWorld:
             UsageError: two launches have the same replica id; then on every rank.
         """
         if self.registry is not None:
-            self.registry.begin()
+            self.registry.begin(self.shared_store)
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the other launches how this process ends. Blocks: some seconds, if it fails.
@@ -507,7 +507,7 @@ def join(
 
 
 def _master_host() -> str:
-    return os.environ.get("MASTER_ADDR", "")
+    return os.environ.get("MASTER_ADDR", "").strip("[]")
 
 
 def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.Store:
@@ -526,8 +526,11 @@ def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.S
     try:
         if is_client:  # `rendezvous` may wait for ever for one that does not answer
             reach(host, port, lambda: _client(host, port), wait, "the launch's store")
-        # rank and world as the launcher gave them: this runs before `enter_environment`.
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        # Rank and world as the launcher gave them: this runs before `enter_environment`. torch does
+        # not understand the brackets of an IPv6 address in MASTER_ADDR.
+        rank, world = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        url = f"tcp://{endpoint_text(host, port)}"
+        store, _, _ = next(iter(dist.rendezvous(url, rank, world, timeout=JOIN_TIMEOUT)))
     except (OSError, RuntimeError) as error:
         raise UsageError(
             f"environment MASTER_ADDR:MASTER_PORT {place}",
