@@ -480,19 +480,17 @@ def join(
         say = _be_silent
     launch_store = _store_of_launch(placement, say)
     timeout = timedelta(seconds=timeout_seconds or MIN_TIMEOUT_SECONDS)
-    if placement.is_single_launch:
-        replica_store = dist.PrefixStore(_replica_prefix(placement.replica), launch_store)
-        shared_store = dist.PrefixStore(_SHARED, launch_store)
+    if placement.is_single_launch or is_alone:
+        is_alone = not placement.is_single_launch
+        prefix = "edit/replica" if is_alone else _replica_prefix(placement.replica)
         return ReplicaWorld(
-            placement, replica_store, shared_store, timeout, store_host=_master_host()
+            placement,
+            dist.PrefixStore(prefix, launch_store),
+            dist.PrefixStore(_SHARED, launch_store),
+            timeout,
+            is_alone=is_alone,
+            store_host=os.environ.get("MASTER_ADDR", "").strip("[]"),
         )
-    if is_alone:
-        replica_store = dist.PrefixStore("edit/replica", launch_store)
-        shared_store = dist.PrefixStore(_SHARED, launch_store)
-        return ReplicaWorld(
-            placement, replica_store, shared_store, timeout, is_alone=True,
-            store_host=_master_host(),
-        )  # fmt: skip
     host, port = parse_endpoint(rendezvous or "")
     shared_store = dist.PrefixStore(_SHARED, _rendezvous_store(host, port, placement, say))
     registry = LaunchRegistry(shared_store.clone(), launch_store, placement)
@@ -504,10 +502,6 @@ def join(
     return ReplicaWorld(
         placement, launch_store, shared_store, timeout, registry, store_host=host, say=say
     )
-
-
-def _master_host() -> str:
-    return os.environ.get("MASTER_ADDR", "").strip("[]")
 
 
 def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.Store:
