@@ -1,12 +1,15 @@
 """Heartbeats: the progress of each replica, reported through the shared store.
 
-Rank 0 of every replica reports it at least twice a second, and ranks that wait for other replicas
-read it, all in the thread that watches for stop requests: a store that does not answer blocks no
-training. So a waiting rank can tell slow replicas from lost ones.
+Rank 0 of every replica reports it and reads those of the others at least twice a second. Through
+the replica's own store it relays what it has read to the other ranks of its replica: only N
+processes read heartbeats from the shared store. All this is done in threads of the stop board
+(`stop.py`): a store that does not answer blocks no training. So a waiting rank can tell slow
+replicas from lost ones.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ FIRST_SECONDS, LISTEN_SECONDS = 1.5, 4.5
 FRESH_SECONDS = 2.0  # largest age of this rank's last read, for a quick answer
 STALE_SECONDS = 5.0  # largest age otherwise
 GIVE_UP_SECONDS = 1.0  # in which the thread reports that this rank gives up
+RELAY = "edit/heartbeats"  # key in the replica's own store
 
 
 class ReplicaProgress(NamedTuple):
@@ -76,15 +80,14 @@ class HeartbeatMonitor:
         replica: number of this replica.
         num_replicas: N.
         progress: returns the counters of this rank; called in another thread.
-        is_reporting: whether this rank reports for its replica.
+        is_reporting: whether this rank reports for its replica, and relays to its other ranks.
         store_host: the replica whose rank 0 hosts the store; None where no replica does.
         arrival: returns when this replica would meet by its own clock, in seconds of the inner
-            phase, None if not known; called in another thread. Where it is given, this rank always
-            listens.
+            phase, None if not known; called in another thread.
 
     Attributes:
         is_reporting: see above.
-        is_listening: whether this rank reads the heartbeats of other replicas.
+        is_listening: whether this rank needs the heartbeats of other replicas now.
         is_waiting: whether it is at a meeting that, as far as known, some replicas have not joined.
         is_closed: whether heartbeats are no longer reported and read.
         batches: of evaluations, so far.
@@ -112,27 +115,66 @@ class HeartbeatMonitor:
         self._store_host = store_host
         self._ticks = self._counted = 0
         self._has_given_up = False
-        self._last_read = time.monotonic()
+        self._num_relayed = 0
+        self._relayed: str | None = None  # last text; None before the first read of a wait
+        # Of the heartbeats; of the relay, its last change and the last answer of its store.
+        self._last_read = self._last_change = self._last_answer = time.monotonic()
 
-    # ---- in the thread that watches for stop requests
+    # ---- in threads of the stop board
 
     def exchange(self, store: dist.Store) -> None:
-        """Report this replica's heartbeat, and read those of the others if this rank listens."""
+        """Report this replica's heartbeat and read those of the others, on rank 0 of a replica.
+
+        Args:
+            store: shared by all replicas.
+        """
         keys = [f"heartbeat/{replica}" for replica in range(len(self.heartbeats))]
-        if self.is_reporting:
-            self._ticks += 1
-            meetings, exchanges, work = self._progress()
-            work_done, flag = work + self.batches, int(self._has_given_up)
-            arrival = None if self._arrival is None else self._arrival()
-            milliseconds = _UNKNOWN if arrival is None else round(1000 * arrival)
-            values = (meetings, exchanges, work_done, self._ticks, flag, milliseconds)
-            store.set(keys[self._replica], " ".join(map(str, values)))
-            self._count_steps(store, work)
-        if self.is_listening or self._arrival is not None:
-            if not store.check(keys):  # at the start some replicas have not reported yet
-                keys = [key for key in keys if store.check([key])]
-            found = zip(keys, store.multi_get(keys) if keys else (), strict=True)
-            self.update({int(key.rpartition("/")[2]): text.decode() for key, text in found})
+        self._ticks += 1
+        meetings, exchanges, work = self._progress()
+        work_done, flag = work + self.batches, int(self._has_given_up)
+        arrival = None if self._arrival is None else self._arrival()
+        milliseconds = _UNKNOWN if arrival is None else round(1000 * arrival)
+        values = (meetings, exchanges, work_done, self._ticks, flag, milliseconds)
+        store.set(keys[self._replica], " ".join(map(str, values)))
+        self._count_steps(store, work)
+        if not store.check(keys):  # at the start some replicas have not reported yet
+            keys = [key for key in keys if store.check([key])]
+        found = zip(keys, store.multi_get(keys), strict=True)
+        self.update({int(key.rpartition("/")[2]): text.decode() for key, text in found})
+
+    def relay(self, store: dist.Store) -> None:
+        """Relay what `exchange` has read last, and how long ago, to the other ranks of the replica.
+
+        It is called in a thread of its own, so that they can tell a shared store that does not
+        answer from a rank 0 that is lost.
+
+        Args:
+            store: the replica's own.
+        """
+        self._num_relayed += 1
+        texts = {r: each.text for r, each in enumerate(self.heartbeats) if each.text}
+        age = time.monotonic() - self._last_read
+        store.set(RELAY, json.dumps([self._num_relayed, age, texts]))
+
+    def read(self, store: dist.Store) -> None:
+        """Read what rank 0 of the replica relays, if this rank needs it now.
+
+        Args:
+            store: the replica's own.
+        """
+        if not self.is_listening:
+            self._relayed = None
+            return
+        text = store.get(RELAY).decode() if store.check([RELAY]) else ""
+        self._last_answer = now = time.monotonic()
+        before, self._relayed = self._relayed, text
+        if text in ("", before):
+            return  # rank 0 has relayed nothing since: what it says is as old as before
+        _, age, texts = json.loads(text)
+        is_new = before is not None  # else it may be from long ago
+        self._last_change = now if is_new else self._last_change
+        read_at = now - age if is_new else self._last_read
+        self.update({int(replica): text for replica, text in texts.items()}, read_at)
 
     def _count_steps(self, store: dist.Store, steps: int) -> None:
         """Add this replica's new steps to the sum over all replicas, and read the sum.
@@ -222,14 +264,26 @@ class HeartbeatMonitor:
         if self.is_closed:
             return []
         if not self._is_fresh(STALE_SECONDS):
-            host = self._store_host
-            return [] if host is None or host == self._replica else [host]
+            return self._cause_of_silence()
         if not self.is_reporting:  # the rank that reports for this replica may be lost, too
             others = list(range(len(self.heartbeats)))
         suspects = [r for r in others if not self.heartbeats[r].has_given_up]
         return self._suspected(
             suspects, [r for r in suspects if self.heartbeats[r].text == first_texts[r]]
         )
+
+    def _cause_of_silence(self) -> list[int]:
+        """Return the replicas to blame, as far as known, where this rank gets no heartbeats."""
+        now, host = time.monotonic(), self._store_host
+        is_relay_silent = not self.is_reporting and now - self._last_change >= STALE_SECONDS
+        if is_relay_silent and self._last_change - self._last_read < STALE_SECONDS:
+            # Rank 0 of this replica has ended or hangs. It may have ended because of a replica that
+            # it missed. In a single launch a store that does not answer is that of all.
+            has_answer = now - self._last_answer < STALE_SECONDS or host is not None
+            has_given_up = self.heartbeats[self._replica].has_given_up
+            own = [self._replica] if has_answer and not has_given_up else []
+            return self._absent(self._others) or own
+        return [] if host is None or host == self._replica else [host]
 
     def _suspected(self, suspects: Sequence[int], silent: Sequence[int]) -> list[int]:
         mine = self._progress() if self.is_reporting else self.heartbeats[self._replica].progress

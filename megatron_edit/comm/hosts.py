@@ -32,16 +32,14 @@ class Arrangement:
         """Return for each replica the number of its ranks on each of its hosts, in order."""
         return [dict(Counter(self.hosts[rank] for rank in ranks)) for ranks in self.replicas]
 
-    def launch_rank(self, global_rank: int) -> int:
-        """Return the rank in the launch of a rank of all replicas, in the order of the replicas."""
-        return [rank for ranks in self.replicas for rank in ranks][global_rank]
-
-    def find(self, rank: int) -> tuple[int, int]:
-        """Return replica and rank inside it of a rank of the launch."""
-        for replica, ranks in enumerate(self.replicas):
-            if rank in ranks:
-                return replica, ranks.index(rank)
-        raise ValueError(f"rank {rank} is not in {self.replicas}")
+    def places(self) -> list[tuple[int, int]]:
+        """Return replica and rank inside it of each rank of the launch."""
+        found = {
+            rank: (replica, inner)
+            for replica, ranks in enumerate(self.replicas)
+            for inner, rank in enumerate(ranks)
+        }
+        return [found[rank] for rank in range(len(self.hosts))]
 
 
 def arrange(

@@ -102,14 +102,18 @@ class LaunchRegistry:
         if not self._has_begun and self._shared.check([_STATE]):
             self._raise(self._shared.get(_STATE).decode())
 
-    def begin(self) -> None:
+    def begin(self, shared: dist.Store) -> None:
         """Record that all replicas have joined: training begins and cannot be refused any more.
+
+        Args:
+            shared: the same store over the connection that this process has anyway: one for each
+                rank is enough in training.
 
         Raises:
             UsageError: a launch has refused it before; then on every rank.
         """
         self._raise(self._shared.compare_set(_STATE, "", _BEGUN).decode())
-        self._has_begun = True
+        self._has_begun, self._shared = True, shared
 
     def end(self, error: BaseException | None) -> None:
         """Tell the other launches how this process ends.

@@ -2,12 +2,16 @@
 
 They are sent through the shared store, not through the sync groups: replicas that run at their own
 speed must not wait for a meeting to receive them. Rank 0 of every replica polls the store in a
-thread of its own, outside of training; heartbeats use the same thread.
+thread of its own, outside of training; heartbeats use the same thread. The other ranks of a replica
+have no further connection to the shared store: rank 0 relays heartbeats to them through the
+replica's own store.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch.distributed as dist
@@ -41,10 +45,12 @@ class StopBoard:
     """Announces and receives stop requests through the shared store.
 
     Args:
-        store: shared by all replicas; it is polled over a separate connection.
+        store: shared by all replicas.
         heartbeat: reports and reads heartbeats in the same thread.
-        is_watching: whether this rank polls for stop requests.
+        is_watching: whether this rank polls for stop requests and exchanges heartbeats, over a
+            separate connection.
         poll_seconds: between two polls.
+        replica_store: of the replica's own ranks, for heartbeats; None where it has one rank.
     """
 
     def __init__(
@@ -54,13 +60,19 @@ class StopBoard:
         *,
         is_watching: bool,
         poll_seconds: float = POLL_SECONDS,
+        replica_store: dist.Store | None = None,
     ) -> None:
         self.heartbeat = heartbeat
-        self._store, self._is_watching = store, is_watching
-        self._poll_seconds = poll_seconds
+        self._store = store
         self._seen, self._closed = threading.Event(), threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="edit-stop-board", daemon=True)
-        self._watcher.start()
+        self._threads = list[threading.Thread]()
+        if is_watching:
+            self._repeat(self._poll, store.clone, poll_seconds)
+        if replica_store is not None:
+            # Waiting ranks read over the connection that they have: there may be thousands.
+            action = heartbeat.relay if is_watching else heartbeat.read
+            connect = replica_store.clone if is_watching else lambda: replica_store
+            self._repeat(action, connect, POLL_SECONDS)
 
     @classmethod
     def open(
@@ -98,7 +110,13 @@ class StopBoard:
             poll_seconds = min(
                 poll_seconds, max(LEAST_POLL_SECONDS, timer.length / POLLS_PER_PHASE)
             )
-        return cls(world.shared_store, heartbeat, is_watching=is_first, poll_seconds=poll_seconds)
+        return cls(
+            world.shared_store,
+            heartbeat,
+            is_watching=is_first,
+            poll_seconds=poll_seconds,
+            replica_store=world.replica_store if place.num_replicas > 1 < control.size else None,
+        )
 
     def announce(self) -> None:
         """Tell all replicas to stop at their next step boundary.
@@ -120,28 +138,39 @@ class StopBoard:
     def close(self) -> None:
         """Stop polling. Idempotent.
 
-        Joins the thread: an interpreter that exits while a Python thread is in the store's C++ code
-        aborts the process (exit code -6).
+        Joins its threads: an interpreter that exits while a Python thread is in the store's C++
+        code aborts the process (exit code -6).
         """
         self._closed.set()
         self.heartbeat.is_closed = True
-        if self._watcher.is_alive():
-            self._watcher.join(JOIN_SECONDS)
+        until = time.monotonic() + JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
-    def _watch(self) -> None:
-        store = None
-        while not self._closed.wait(self._poll_seconds):
-            if not (self._is_watching or self.heartbeat.is_listening):
-                continue
-            try:
-                store = store or self._store.clone()
-                self._poll(store)
-            except dist.DistNetworkError:
-                return  # the store is gone with its host: training itself will fail and report it
-            except RuntimeError:
-                store = None  # time-out: retry over a new connection
+    def _repeat(
+        self,
+        action: Callable[[dist.Store], None],
+        connect: Callable[[], dist.Store],
+        seconds: float,
+    ) -> None:
+        """Start a thread that repeats an action on a store."""
+
+        def run() -> None:
+            store = None
+            while not self._closed.wait(seconds):
+                try:
+                    store = store or connect()
+                    action(store)
+                except dist.DistNetworkError:
+                    return  # the store is gone with its host: training will fail and report it
+                except RuntimeError:
+                    store = None  # time-out: retry over a new connection
+
+        thread = threading.Thread(target=run, name="edit-stop-board", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _poll(self, store: dist.Store) -> None:
-        if self._is_watching and not self.is_seen and store.check([KEY]):
+        if not self.is_seen and store.check([KEY]):
             self._seen.set()
         self.heartbeat.exchange(store)

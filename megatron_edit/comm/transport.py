@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Duplex, Group
+from megatron_edit.comm.interfaces import GLOO_INTERFACE
 from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import AUTO, flag
@@ -33,12 +35,17 @@ class Transport:
         members: global ranks, in the job of all replicas, of the group's ranks, for NCCL's logs
             and flight recorder; empty if not known.
         net: NCCL's name of the network; empty where NCCL chooses.
+        is_lazy: whether gloo connects two ranks only when they first communicate. Each then sends
+            the store 154 bytes and reads as many of the few ranks that a collective connects it
+            to; else each of K ranks reads 154 + 8 K bytes of every one and has K - 1 connections.
+            For groups inside a replica, whose ranks have met before: it does not wait for them.
     """
 
     backend: str
     device: torch.device
     members: tuple[int, ...] = ()
     net: str = ""
+    is_lazy: bool = False
 
 
 ON_CPU = Transport("gloo", torch.device("cpu"))
@@ -66,7 +73,7 @@ class RankDevice:
 
 
 def choose_backend(requested: str, devices: Sequence[Sequence[RankDevice]]) -> str:
-    """Choose the backend of exchanges; the same on all ranks, which have the same arguments.
+    """Choose the backend of exchanges, for all ranks.
 
     Args:
         requested: "auto", "nccl" or "gloo".
@@ -178,7 +185,7 @@ def stand_alone_group(
     """Create a group outside of any `torch.distributed` world, for ranks that share a store.
 
     Collective: the `size` ranks of the group.
-    Blocks: the host, until all of them have joined.
+    Blocks: the host, until all of them have joined, unless the transport `is_lazy`.
 
     Args:
         store: for the rendezvous of the ranks.
@@ -222,7 +229,18 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options.group_name = prefix
         options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
-    return on_device(dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout), group)
+    how = _lazy_options(group.timeout) if transport.is_lazy else group.timeout
+    return on_device(dist.ProcessGroupGloo(prefixed, group.rank, group.size, how), group)
+
+
+def _lazy_options(timeout: timedelta) -> Any:
+    """Options with which ranks connect late, on the interfaces that gloo uses without options."""
+    gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
+    names = [name for name in os.environ.get(GLOO_INTERFACE, "").split(",") if name]
+    devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    options._timeout, options._threads = timeout, 2 * len(options._devices)
+    return options
 
 
 def on_device(gloo: Any, group: Group) -> Any:

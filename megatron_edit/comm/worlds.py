@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_edit.comm.first_contact import Wait, answered, in_thread, reach
 from megatron_edit.comm.hosts import Arrangement, arrange, read_placement
-from megatron_edit.comm.interfaces import why_unreachable
+from megatron_edit.comm.interfaces import GLOO_INTERFACE, choose_interfaces, host_facts
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.replica_ids import LaunchRegistry, launch_key
 from megatron_edit.constants import BY_RANKS, MIN_TIMEOUT_SECONDS
@@ -34,6 +35,7 @@ EXIT_TIMEOUT = timedelta(minutes=1)
 SETUP_TIMEOUT = timedelta(hours=6)
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store, not rank 0
 _SHARED = "edit/shared"  # prefix in the store that all replicas reach
+_HOSTS = "hosts/counts"  # key of `host_counts`
 
 
 def _be_silent(line: str) -> None:
@@ -54,7 +56,9 @@ class ReplicaWorld:
             elastic run; what the replicas have in common is then settled by the hub.
         layout: in an elastic run, hash of all that must be equal on the replicas.
         arrangement: which ranks of the launch, or of all launches, are in which replica, and on
-            which hosts; None before `arrange`.
+            which hosts; only on the first rank, after `arrange`. It grows with their number.
+        store_host: of the store that all replicas share; empty if not known.
+        interface: of the network, which `arrange` has chosen for gloo; empty where it has not.
         say: prints a line about a long wait.
     """
 
@@ -66,7 +70,10 @@ class ReplicaWorld:
     is_alone: bool = False
     layout: str = ""
     arrangement: Arrangement | None = None
+    store_host: str = ""
+    interface: str = ""
     say: Callable[[str], None] = _be_silent
+    _launch_rank: int | None = None
     _saved_environment: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -86,11 +93,12 @@ class ReplicaWorld:
     @property
     def launch_rank(self) -> int:
         """Rank of this process in its launch; with one launch per replica, the global rank."""
-        rank = self.scope.global_rank
-        return rank if self.arrangement is None else self.arrangement.launch_rank(rank)
+        return self.scope.global_rank if self._launch_rank is None else self._launch_rank
 
     def arrange(self, by: str) -> None:
         """Find the host of every rank; in a single launch, arrange the ranks in replicas by it.
+
+        Where gloo's interface is not set and there are several hosts, choose it, too.
 
         Collective: all ranks of all replicas. *Mutates* the placement of this process. In a single
         launch nothing but `shared_store` may have been used before.
@@ -105,33 +113,73 @@ class ReplicaWorld:
         """
         place = self.scope
         by = by if place.is_single_launch else BY_RANKS  # launches cannot exchange their ranks
-        mine = json.dumps([socket.gethostname(), why_unreachable()])
-        self.shared_store.set(_host_key(place.global_rank), mine)
-        found = json.loads(self.shared_text("hosts", self._gather_hosts, JOIN_TIMEOUT))
-        hosts = [host for host, _ in found]
-        file = json.loads(self.shared_text("placement", lambda: _read_placement(by), JOIN_TIMEOUT))
-        self.wait_for_all_readers("placement/read", JOIN_TIMEOUT)  # before one may refuse and exit
-        if file["refusal"] is not None:
-            raise UsageError(*file["refusal"])
-        for host, reason in found if len(set(hosts)) > 1 else ():
-            if reason is not None:
-                raise UsageError(
-                    f"{host}: {reason[0]}", "other machines cannot reach it", reason[1]
-                )
-        self.arrangement = arrange(hosts, place.num_replicas, by, file["text"])
+        self._launch_rank = place.global_rank
+
+        def decide(facts: list[Any]) -> list[Any]:
+            hosts, file = [each["host"] for each in facts], read_placement(by)
+            names = choose_interfaces(facts)
+            found = self.arrangement = arrange(hosts, place.num_replicas, by, file)
+            self.shared_store.set(_HOSTS, json.dumps([found.counts(), found.sites]))
+            return list(zip(self.arrangement.places(), names, strict=True))
+
+        mine = host_facts(self.store_host)
+        (replica, rank), self.interface = self.settle("hosts", mine, decide)
         if place.is_single_launch:
-            replica, rank = self.arrangement.find(place.global_rank)
             self.placement = replace(self.placement, replica=replica, rank=rank)
             launch_store = self.replica_store.underlying_store
             self.replica_store = dist.PrefixStore(_replica_prefix(replica), launch_store)
 
-    def _gather_hosts(self) -> str:
-        place, hosts = self.scope, []
-        for rank in range(place.num_replicas * place.ranks_per_replica):
-            key = _host_key(rank)
-            self.wait_for(key, JOIN_TIMEOUT, replica=rank // place.ranks_per_replica)
-            hosts.append(json.loads(self.shared_store.get(key)))
-        return json.dumps(hosts)
+    def host_counts(self) -> list[dict[str, int]] | None:
+        """For each replica the number of its ranks on each host; None before `arrange`."""
+        return None if self._launch_rank is None else self._hosts()[0]
+
+    def sites(self) -> list[str]:
+        """Site of each replica; empty if none is known."""
+        return [] if self._launch_rank is None else self._hosts()[1]
+
+    def _hosts(self) -> tuple[Any, Any]:
+        return tuple(json.loads(self.shared_store.get(_HOSTS)))
+
+    def settle(self, event: str, mine: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Return what global rank 0 decides for this rank, from the values of all ranks.
+
+        Every other rank sends and reads one value, however many ranks there are.
+
+        Collective: all ranks of all replicas.
+
+        Args:
+            event: name of the decision.
+            mine: JSON value of this rank.
+            decide: returns a JSON value for each rank from those of all ranks, by global rank.
+                Called on global rank 0.
+
+        Raises:
+            UsageError: `decide` has raised it; on all ranks.
+            ReplicaLostError: a rank did not send its value.
+        """
+        place, store = self.scope, self.shared_store
+        store.set(f"{event}/value {place.global_rank}", json.dumps(mine))
+        if place.global_rank == 0:
+            outcomes = _outcomes(decide, self._gather(event))
+            keys = [f"{event}/outcome {rank}" for rank in range(len(outcomes))]
+            store.multi_set(keys, [json.dumps(outcome) for outcome in outcomes])
+        key = f"{event}/outcome {place.global_rank}"
+        self.wait_for(key, JOIN_TIMEOUT, replica=0)
+        refusal, outcome = json.loads(store.get(key))
+        self.wait_for_all_readers(f"{event}/read", JOIN_TIMEOUT)  # before one may refuse and exit
+        if refusal is not None:
+            raise UsageError(*refusal)
+        return outcome
+
+    def _gather(self, event: str) -> list[Any]:
+        place, values = self.scope, list[Any]()
+        for replica in range(place.num_replicas):
+            first = replica * place.ranks_per_replica
+            ranks = range(first, first + place.ranks_per_replica)
+            keys = [f"{event}/value {rank}" for rank in ranks]
+            self.wait_for(event, JOIN_TIMEOUT, replica=replica, keys=keys)
+            values += map(json.loads, self.shared_store.multi_get(keys))
+        return values
 
     def announce(self, event: str) -> None:
         """Announce to all replicas that this one has reached `event`; only rank 0 acts."""
@@ -163,10 +211,41 @@ class ReplicaWorld:
         return str(self.shared_store.get(key).decode())
 
     def wait_for_all_replicas(self, event: str) -> None:
-        """Announce `event` and wait until all replicas have announced it."""
+        """Announce `event` and wait until all replicas have announced it.
+
+        Raises:
+            ReplicaLostError: one has not.
+        """
         self.announce(event)
-        for replica in range(self.scope.num_replicas):
-            self.wait_for(f"{event}/{replica}", SETUP_TIMEOUT)
+        self.text_of_replicas(event, SETUP_TIMEOUT, lambda _: "")
+
+    def text_of_replicas(
+        self, event: str, timeout: timedelta, combine: Callable[[list[str]], str]
+    ) -> str:
+        """Return the same text on all ranks, made from one of each replica.
+
+        Rank 0 of a replica reads those of all replicas, its other ranks only the result.
+
+        Args:
+            event: replica r has set or will set `event/r`.
+            timeout: longest wait for each.
+            combine: makes one text of those of all replicas.
+
+        Raises:
+            ReplicaLostError: a replica has not set its text.
+        """
+        place, store = self.scope, self.shared_store
+        if place.rank > 0:
+            self.wait_for(f"{event}/all", timeout)
+            return str(store.get(f"{event}/all").decode())
+        texts = list[str]()
+        for replica in range(place.num_replicas):
+            self.wait_for(f"{event}/{replica}", timeout)
+            texts.append(store.get(f"{event}/{replica}").decode())
+        text = combine(texts)
+        if place.replica == 0:
+            store.set(f"{event}/all", text)
+        return text
 
     def begin_training(self) -> None:
         """Begin training, when all replicas are set up. A launch that joins later is refused.
@@ -175,7 +254,7 @@ class ReplicaWorld:
             UsageError: two launches have the same replica id; then on every rank.
         """
         if self.registry is not None:
-            self.registry.begin()
+            self.registry.begin(self.shared_store)
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the other launches how this process ends. Blocks: some seconds, if it fails.
@@ -259,13 +338,21 @@ class ReplicaWorld:
         if self.shared_store.add(f"{event}/count", 1) == num_ranks:
             self.shared_store.set(f"{event}/all", "1")
 
-    def wait_for(self, key: str, timeout: timedelta, *, replica: int | None = None) -> None:
+    def wait_for(
+        self,
+        key: str,
+        timeout: timedelta,
+        *,
+        replica: int | None = None,
+        keys: Sequence[str] = (),
+    ) -> None:
         """Wait until a key of the shared store is set.
 
         Args:
-            key: of the store; `event/r` is announced by replica r.
+            key: of the store; `event/r` is announced by replica r, `event/all` after all of these.
             timeout: longest wait.
             replica: that sets the key, for the error message; None takes it from `event/r`.
+            keys: to wait for, where there are several; `key` is then only for the message.
 
         Raises:
             ReplicaLostError: the key was not set within `timeout`, the store is gone, or a launch
@@ -279,19 +366,30 @@ class ReplicaWorld:
             event = key
         missing = "some rank of some replica" if replica is None else f"replica {replica}"
         try:
-            self._wait(key, timeout, f"{missing} ({event})")
+            self._wait(keys or [key], timeout, f"{missing} ({event})")
         except RuntimeError as error:
+            if last == "all" and (found := self._unannounced(key)) is not None:
+                event, replica, missing = key.removesuffix("/all"), found, f"replica {found}"
             raise ReplicaLostError(
                 self._missing_message(event, replica, missing, timeout, error)
             ) from error
 
-    def _wait(self, key: str, timeout: timedelta, what: str) -> None:
+    def _unannounced(self, key: str) -> int | None:
+        """Return the first replica that has not announced an event, if others have."""
+        event, replicas = key.removesuffix("/all"), range(self.scope.num_replicas)
+        try:
+            missing = [r for r in replicas if not self.shared_store.check([f"{event}/{r}"])]
+        except RuntimeError:
+            return None  # the store is gone
+        return missing[0] if 0 < len(missing) < len(replicas) else None
+
+    def _wait(self, keys: Sequence[str], timeout: timedelta, what: str) -> None:
         if self.registry is None:
-            self.shared_store.wait([key], timeout)
+            self.shared_store.wait(keys, timeout)
             return
         say = self.say if timeout == JOIN_TIMEOUT else _be_silent
         wait = Wait(what, timeout.total_seconds(), say)
-        while not self.shared_store.check([key]):
+        while not self.shared_store.check(keys):
             self.registry.check()
             if not wait.pause():
                 raise dist.DistStoreError("time-out")
@@ -317,14 +415,21 @@ class ReplicaWorld:
         return f"{missing} {what} within {_in_words(timeout)}; {remedy}"
 
     def enter_environment(self, env: MutableMapping[str, str]) -> None:
-        """Set `RANK` and `WORLD_SIZE` to those of the replica; `leave_environment` undoes it."""
+        """Set `RANK` and `WORLD_SIZE` to those of the replica, and the interface that `arrange` has
+        chosen, for Megatron's groups, too; `leave_environment` undoes it."""
         values = {
             "RANK": str(self.placement.rank),
             "WORLD_SIZE": str(self.placement.ranks_per_replica),
+            **self.interface_variable,
         }
         for name, value in values.items():
             self._saved_environment.setdefault(name, env.get(name))
             env[name] = value
+
+    @property
+    def interface_variable(self) -> dict[str, str]:
+        """The environment variable for the interface that `arrange` has chosen, if any."""
+        return {GLOO_INTERFACE: self.interface} if self.interface else {}
 
     def leave_environment(self, env: MutableMapping[str, str]) -> None:
         """Restore what `enter_environment` changed."""
@@ -340,16 +445,12 @@ def _replica_prefix(replica: int) -> str:
     return f"edit/replica{replica}"
 
 
-def _host_key(rank: int) -> str:
-    return f"host of rank {rank}"
-
-
-def _read_placement(by: str) -> str:
-    """Return as JSON the content of the file of `--edit-placement`, or why it is refused."""
+def _outcomes(decide: Callable[[list[Any]], Sequence[Any]], values: list[Any]) -> list[Any]:
+    """Return for each rank a refusal, or None and its value."""
     try:
-        return json.dumps({"text": read_placement(by), "refusal": None})
+        return [(None, outcome) for outcome in decide(values)]
     except UsageError as error:
-        return json.dumps({"text": None, "refusal": [error.value, error.rule, error.remedy]})
+        return [((error.value, error.rule, error.remedy), None)] * len(values)
 
 
 def _in_words(time: timedelta) -> str:
@@ -384,14 +485,17 @@ def join(
         say = _be_silent
     launch_store = _store_of_launch(placement, say)
     timeout = timedelta(seconds=timeout_seconds or MIN_TIMEOUT_SECONDS)
-    if placement.is_single_launch:
-        replica_store = dist.PrefixStore(_replica_prefix(placement.replica), launch_store)
-        shared_store = dist.PrefixStore(_SHARED, launch_store)
-        return ReplicaWorld(placement, replica_store, shared_store, timeout)
-    if is_alone:
-        replica_store = dist.PrefixStore("edit/replica", launch_store)
-        shared_store = dist.PrefixStore(_SHARED, launch_store)
-        return ReplicaWorld(placement, replica_store, shared_store, timeout, is_alone=True)
+    if placement.is_single_launch or is_alone:
+        is_alone = not placement.is_single_launch
+        prefix = "edit/replica" if is_alone else _replica_prefix(placement.replica)
+        return ReplicaWorld(
+            placement,
+            dist.PrefixStore(prefix, launch_store),
+            dist.PrefixStore(_SHARED, launch_store),
+            timeout,
+            is_alone=is_alone,
+            store_host=os.environ.get("MASTER_ADDR", "").strip("[]"),
+        )
     host, port = parse_endpoint(rendezvous or "")
     shared_store = dist.PrefixStore(_SHARED, _rendezvous_store(host, port, placement, say))
     registry = LaunchRegistry(shared_store.clone(), launch_store, placement)
@@ -400,7 +504,9 @@ def join(
     registry.register(JOIN_TIMEOUT)
     if placement.replica > 0 and placement.rank == 0:
         registry.be_watched(host)
-    return ReplicaWorld(placement, launch_store, shared_store, timeout, registry, say=say)
+    return ReplicaWorld(
+        placement, launch_store, shared_store, timeout, registry, store_host=host, say=say
+    )
 
 
 def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.Store:
@@ -419,8 +525,11 @@ def _store_of_launch(placement: Placement, say: Callable[[str], None]) -> dist.S
     try:
         if is_client:  # `rendezvous` may wait for ever for one that does not answer
             reach(host, port, lambda: _client(host, port), wait, "the launch's store")
-        # rank and world as the launcher gave them: this runs before `enter_environment`.
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        # Rank and world as the launcher gave them: this runs before `enter_environment`. torch does
+        # not understand the brackets of an IPv6 address in MASTER_ADDR.
+        rank, world = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        url = f"tcp://{endpoint_text(host, port)}"
+        store, _, _ = next(iter(dist.rendezvous(url, rank, world, timeout=JOIN_TIMEOUT)))
     except (OSError, RuntimeError) as error:
         raise UsageError(
             f"environment MASTER_ADDR:MASTER_PORT {place}",

@@ -60,20 +60,20 @@ def agree_on_settings(
     if place.num_replicas * place.ranks_per_replica == 1:
         return
     world.shared_store.set(_device_key(place.replica, place.rank), _shown(device))
-    mine = comparable_settings(config, args) | {"ranks per replica": place.ranks_per_replica}
-    first = json.loads(world.shared_text("settings", lambda: json.dumps(mine), JOIN_TIMEOUT))
     if place.rank == 0:
+        mine = comparable_settings(config, args) | {"ranks per replica": place.ranks_per_replica}
+        first = json.loads(world.shared_text("settings", lambda: json.dumps(mine), JOIN_TIMEOUT))
         # Devices first: Megatron's arguments differ between devices.
         finding = _device_mismatch(world) or _setting_mismatch(first, mine, place.replica)
         world.shared_store.set(f"agreed/{place.replica}", json.dumps(finding))
-    found = []
-    for replica in range(place.num_replicas):
-        world.wait_for(f"agreed/{replica}", JOIN_TIMEOUT)
-        found.append(json.loads(world.shared_store.get(f"agreed/{replica}")))
+    found = json.loads(world.text_of_replicas("agreed", JOIN_TIMEOUT, _first_finding))
     world.wait_for_all_readers("findings", JOIN_TIMEOUT)
-    for finding in found:
-        if finding is not None:
-            raise UsageError(*finding)
+    if found is not None:
+        raise UsageError(*found)
+
+
+def _first_finding(texts: list[str]) -> str:
+    return next((text for text in texts if json.loads(text) is not None), "null")
 
 
 def lock_log_dir(world: ReplicaWorld, lock: FolderLock | None) -> None:

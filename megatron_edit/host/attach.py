@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -295,11 +295,10 @@ class Attachment:
         agree_on_settings(world, self._config, args, self._device)
         if not placement.is_single_launch:
             world.arrange(self._config.placement)
-        assert world.arrangement is not None
-        counts = world.arrangement.counts()
+            world.enter_environment(os.environ)  # the interface
         if placement.global_rank == 0:
-            _log_hosts(counts, self._config.replica_name)
-        arguments.check_shared_hosts(args, counts, os.environ)
+            _log_hosts(world, self._config.replica_name)
+        _check_shared_hosts(world, args)
         if self._config.hub is not None:
             elastic.check_hub(world, self._config)
             world.layout = elastic.layout_digest(world, self._config, args)
@@ -323,7 +322,22 @@ def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) ->
     )
 
 
-def _log_hosts(counts: Sequence[Mapping[str, int]], name: str | None) -> None:
+def _check_shared_hosts(world: ReplicaWorld, args: Namespace) -> None:
+    """Refuse tensor-parallel overlap of two replicas on one host, on all ranks."""
+    if not getattr(args, "tp_comm_overlap", False):
+        return
+
+    from megatron_edit.host import arguments
+
+    def decide(ranks: list[None]) -> list[None]:
+        arguments.check_shared_hosts(args, world.host_counts() or [], os.environ)
+        return ranks
+
+    world.settle("shared hosts", None, decide)
+
+
+def _log_hosts(world: ReplicaWorld, name: str | None) -> None:
+    counts = world.host_counts() or []
     for line in host_lines(counts, name):
         say(line)
     for line in straddling_warnings(counts):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import time
 from argparse import Namespace
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.hub_store import EpochGroup, HubStore, check_torch
+from megatron_edit.comm.interfaces import GLOO_INTERFACE, route_address
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS, RESET
@@ -159,7 +159,8 @@ def _transports(
     own_host: str,
 ) -> Transports:
     client = StoreClient(address)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    # What `arrange` has chosen leads to the other ranks of this replica, not to other replicas.
+    interface = "" if world.interface else os.environ.get(GLOO_INTERFACE, "").split(",")[0]
 
     def part() -> EpochGroup:
         store = HubStore(client, FORM_TIMEOUT)
@@ -177,10 +178,7 @@ def _transports(
 def _own_address(hub: HubAddress) -> str:
     """Return this machine's address on the way to the hub. Sends nothing."""
     try:
-        family, *_, target = socket.getaddrinfo(hub.host, hub.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        return route_address(hub.host, hub.port)
     except OSError as error:
         raise UsageError(
             f"{flag('hub')} {endpoint_text(hub.host, hub.port)}",

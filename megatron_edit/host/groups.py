@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -84,18 +85,7 @@ def build_groups(
     # Once it is formed, a lost connection ends every wait.
     meeting: Group = world.watched(lambda: across(ON_CPU, "meeting"))
     world.begin_training()
-    mine = asdict(_rank_device(device, place.rank))
-    gathered = meeting.all_gather_json(control.all_gather_json(mine))
-    rank_devices = [[RankDevice(**fields) for fields in ranks] for ranks in gathered]
-    backend = choose_backend(config.sync_backend, rank_devices)
-    net, about_net = choose_net(
-        config.sync_net,
-        backend,
-        rank_devices,
-        sites=() if world.arrangement is None else world.arrangement.sites,
-        is_single_launch=place.is_single_launch,
-        given=os.environ.get(NET_VARIABLE, ""),
-    )
+    backend, net, about_net = _choose_transport(world, device, config)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend}){about_net}")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
@@ -106,13 +96,38 @@ def build_groups(
     return _engine_groups(control, sync, meeting, in_replica)
 
 
+def _choose_transport(
+    world: ReplicaWorld, device: torch.device, config: EditConfig
+) -> tuple[str, str, str]:
+    """Choose backend and network of the exchanges; the third text is what to say of the network."""
+    place = world.placement
+    size = place.ranks_per_replica
+
+    def decide(found: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+        ranks = [RankDevice(**fields) for fields in found]
+        replicas = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        backend = choose_backend(config.sync_backend, replicas)
+        net, about = choose_net(
+            config.sync_net,
+            backend,
+            replicas,
+            sites=world.sites(),
+            is_single_launch=place.is_single_launch,
+            given=os.environ.get(NET_VARIABLE, ""),
+        )
+        return [(backend, net, about)] * len(ranks)
+
+    backend, net, about = world.settle("devices", asdict(_rank_device(device, place.rank)), decide)
+    return backend, net, about
+
+
 def _control_group(world: ReplicaWorld) -> Group:
     place = world.placement
     return stand_alone_group(
-        world.shared_store,
+        world.replica_store,
         place.rank,
         place.ranks_per_replica,
-        ON_CPU,
+        replace(ON_CPU, is_lazy=True),
         world.timeout,
         f"control group of replica {place.replica}",
     )
@@ -185,7 +200,7 @@ class _ReplicaGroups:
             self.world.replica_store,
             group.rank(),
             group.size(),
-            replace(self.transport, members=(), net=""),
+            replace(self.transport, members=(), net="", is_lazy=True),
             self.world.timeout,
             f"{name} group of rank {first}",
         )

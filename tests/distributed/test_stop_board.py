@@ -6,11 +6,19 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megatron_edit.comm.heartbeat import NO_PROGRESS, HeartbeatMonitor
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.heartbeat import NO_PROGRESS, HeartbeatMonitor, ReplicaProgress
+from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.stop import StopBoard
+from megatron_edit.comm.worlds import ReplicaWorld
 
 POLL_WITHOUT_PAUSE = """
 import time
@@ -24,6 +32,21 @@ time.sleep(0.2)
 for board in boards:
     board.close()
 """
+
+
+class CountedClones:
+    """A store that notes its clones."""
+
+    def __init__(self, store: dist.Store, name: str, clones: list[str]) -> None:
+        self._store, self._name, self._clones = store, name, clones
+
+    def clone(self) -> dist.Store:
+        """Connect again."""
+        self._clones.append(self._name)
+        return self._store.clone()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def test_process_can_exit_while_the_stop_board_polls() -> None:
@@ -67,3 +90,41 @@ def test_announced_stop_is_seen_by_other_replicas() -> None:
     assert [board.is_seen for board in boards] == [True, True, False]
     for board in boards:
         board.close()
+
+
+@dataclass
+class Steps:
+    """The steps of a replica that makes none."""
+
+    launch_steps: int = 0
+    timer: None = None
+
+
+def test_only_rank_0_of_a_replica_connects_to_the_shared_store() -> None:
+    """Two replicas of four ranks, all of which wait. Would catch: a connection to the shared store
+    for each waiting rank, in addition to the one that it has (32 thousand at N = 64, K = 512)."""
+    clones = list[str]()
+    shared, own = (dist.TCPStore("127.0.0.1", 0, 1, True) for _ in range(2))
+    limit, boards, waits = timedelta(seconds=60), list[StopBoard](), ExitStack()
+    for replica in range(2):
+        for rank in range(4):
+            world = ReplicaWorld(
+                Placement(2, replica, 4, rank, True),
+                CountedClones(dist.PrefixStore(str(replica), own), f"own {replica} {rank}", clones),
+                CountedClones(shared, f"shared {replica} {rank}", clones),
+                limit,
+            )
+            control = Group(None, rank, 4, torch.device("cpu"), limit, "control")
+            meeting = Group(None, replica, 2, torch.device("cpu"), limit, "meeting")
+            boards.append(StopBoard.open(world, control, meeting, meeting, Steps()))
+            waits.enter_context(boards[-1].heartbeat.waiting())
+    until, progress = time.monotonic() + 20, ReplicaProgress(0, 0, 0)
+    while time.monotonic() < until and not all(
+        each.progress == progress for board in boards for each in board.heartbeat.heartbeats
+    ):
+        time.sleep(0.05)
+    known = [[each.progress for each in board.heartbeat.heartbeats] for board in boards]
+    for board in boards:
+        board.close()
+    assert known == [[progress] * 2] * 8
+    assert sorted(clones) == ["own 0 0", "own 1 0", "shared 0 0", "shared 1 0"]

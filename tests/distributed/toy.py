@@ -289,8 +289,9 @@ def build_engine(
         TIMEOUT, f"meeting group {placement.rank}",
     )  # fmt: skip
     control = stand_alone_group(
-        world.shared_store, placement.rank, placement.ranks_per_replica, Transport("gloo", CPU),
-        TIMEOUT, f"control group of replica {placement.replica}",
+        world.replica_store, placement.rank, placement.ranks_per_replica,
+        Transport("gloo", CPU, is_lazy=True), TIMEOUT,
+        f"control group of replica {placement.replica}",
     )  # fmt: skip
     groups = EngineGroups(sync, meeting, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)

@@ -312,10 +312,10 @@ def keep_tensor_parallel_overlap() -> None:
 
 def simulate_second_host() -> None:
     """Make rank 1 look like a rank on another host, on which relative paths do not exist."""
-    from megatron_edit.comm import worlds
+    from megatron_edit.comm import interfaces
 
     shorten_grace()
-    vars(worlds)["why_unreachable"] = lambda: None  # gloo listens on the loopback in tests
+    vars(interfaces)["why_unreachable"] = lambda: None  # gloo listens on the loopback in tests
     if os.environ["RANK"] == "1":
         os.environ["LOCAL_RANK"] = "0"
         socket.gethostname = lambda: "second-host"

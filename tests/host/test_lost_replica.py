@@ -61,6 +61,22 @@ def test_hanging_replica_is_named(tmp_path: Path, where: str, trigger: str) -> N
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("where", ["before-a-meeting", "in-an-exchange"])
+def test_every_rank_of_a_replica_names_the_hanging_one(tmp_path: Path, where: str) -> None:
+    """Two ranks in each of two replicas. Would catch: the ranks without a connection of their own,
+    to which rank 0 relays heartbeats, blame none or their own replica."""
+    hook, step, flags, message = FREEZES[where]
+    run = run_edit(
+        tmp_path, 4, 2, before=HOOKS, check=False, train_iters=500, global_batch_size=8,
+        env={"SPY_HOOKS": f"slow,{hook}", "SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": step},
+        edit_timeout_seconds=4, edit_sync_interval=20, grace=15, **flags,
+    )  # fmt: skip
+    assert [rank.returncode for rank in run.result.ranks] == [4, 4, -9, -9]
+    for rank in run.result.ranks[:2]:
+        assert message in rank.stderr, rank.stderr
+
+
+@pytest.mark.system
 def test_replica_that_times_out_first_is_not_blamed(tmp_path: Path) -> None:
     """Replica 1 hangs, but its heartbeat thread does not. Replica 0 reaches the meeting and times
     out seconds before replica 2, whose connection to replica 0 then breaks."""

@@ -329,7 +329,7 @@ ENGINE = (
         id="engine/staging-unbounded",
         bug="all units are staged at once: the memory of a full model",
         file="engine/sync/syncs.py",
-        old="while self._num_started < num_units and self._num_unstepped < self._context.depth:",
+        old="while self._num_started < num_units and self._has_room:",
         new="while self._num_started < num_units:",
         test="host/test_overlap.py::test_staging_is_bounded",
     ),
@@ -506,7 +506,7 @@ ENGINE = (
         id="engine/groups-connect-late",
         bug="no group is warmed up before training",
         file="engine/engine.py",
-        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        old="        self.syncs.together_bytes = self._tuner.open_groups(self.state.timeout)\n"
         "        broadcast_first_replica(",
         new="        broadcast_first_replica(",
         test="pure/test_nccl_groups.py::test_engine_warms_up_groups_before_training",
@@ -532,7 +532,7 @@ ENGINE = (
         id="engine/groups-connect-late-at-resume",
         bug="no group is warmed up before training resumes from a checkpoint",
         file="engine/engine.py",
-        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        old="        self.syncs.together_bytes = self._tuner.open_groups(self.state.timeout)\n"
         "        outer, detectors",
         new="        outer, detectors",
         test="pure/test_nccl_groups.py::test_engine_warms_up_groups_before_training",
@@ -557,7 +557,7 @@ ENGINE = (
         id="engine/delayed-units-one-by-one",
         bug="with one hardware queue delayed exchanges block training",
         file="engine/sync/syncs.py",
-        old="            self._launch_as_one()\n",
+        old="            self._launch_as_one(self._inflight)\n",
         new="            pass\n",
         test="pure/test_hardware_queues.py",
     ),

@@ -49,6 +49,18 @@ def test_setup_wait_names_missing_replica_and_event(monkeypatch: pytest.MonkeyPa
         world(is_single_launch=False).wait_for("findings/all", SOON)
 
 
+def test_other_ranks_of_a_replica_name_the_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for one key, not for each replica. Catches "some rank of some replica"."""
+    monkeypatch.setattr(module, "SETUP_TIMEOUT", SOON)
+    store = dist.HashStore()
+    ranks = [ReplicaWorld(Placement(3, 1, 2, rank, True), store, store, SOON) for rank in range(2)]
+    store.set("groups/0", "1")
+    pattern = r"^replica 2 has not arrived \(groups\) within 0.02 s"
+    for rank in ranks:
+        with pytest.raises(ReplicaLostError, match=pattern):
+            rank.wait_for_all_replicas("groups")
+
+
 def test_lost_store_is_not_reported_as_missing_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a broken store connection reported as a replica that was never started."""
     alone = world(is_single_launch=False)

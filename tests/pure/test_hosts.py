@@ -80,9 +80,8 @@ def test_every_rank_is_in_one_replica(nums: list[int], size: int, draw: object) 
     assert {len(ranks) for ranks in found.replicas} == {size}
     flat = [rank for ranks in found.replicas for rank in ranks]
     assert sorted(flat) == list(range(len(hosts)))
-    for rank in range(len(hosts)):
-        replica, inner = found.find(rank)
-        assert found.launch_rank(replica * size + inner) == rank
+    for rank, (replica, inner) in enumerate(found.places()):
+        assert found.replicas[replica][inner] == rank
     per_host = set(Counter(hosts).values())
     if len(per_host) == 1 and (size % min(per_host) == 0 or min(per_host) % size == 0):
         assert not list(straddling_warnings(found.counts()))
@@ -172,7 +171,7 @@ def arrange_worlds(
     """Arrange the ranks of two replicas, a thread each."""
     own_name = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: own_name.value)
-    monkeypatch.setattr("megatron_edit.comm.worlds.why_unreachable", lambda: None)
+    monkeypatch.setattr("megatron_edit.comm.interfaces.why_unreachable", lambda: None)
     shared, launch = dist.HashStore(), dist.HashStore()
     found: list[ReplicaWorld | UsageError] = [UsageError("", "", "")] * len(names)
 

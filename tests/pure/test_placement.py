@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_edit.comm import worlds
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.errors import UsageError
+from tests.harness.ports import free_ports
 
 
 def env(rank: int, world: int, **more: int) -> dict[str, str]:
@@ -52,6 +56,48 @@ def test_ranks_that_torchrun_starts_again_read_nothing_of_the_former(
         getattr(first, name).set("address", "old")
         assert getattr(other, name).check(["address"])
         assert getattr(later, name).check(["address"]) is is_shared
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]", "127.0.0.1"])
+def test_address_of_a_launch_may_be_of_either_family(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: brackets with which torch waits ten minutes for a host of that name."""
+    monkeypatch.setattr(worlds, "JOIN_TIMEOUT", timedelta(seconds=10))
+    (port,) = free_ports(1)
+    for name, value in env(0, 1, MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    first = join(Placement(2, 0, 1, 0, True), rendezvous=None, timeout_seconds=None)
+    monkeypatch.setenv("RANK", "1")
+    second = join(Placement(2, 1, 1, 0, True), rendezvous=None, timeout_seconds=None)
+    first.shared_store.set("key", "value")
+    assert second.shared_store.get("key") == b"value"
+    assert second.store_host == address.strip("[]")
+
+
+def test_each_rank_has_one_connection_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training, with a launch for each replica. Would catch: a further one for each rank, for
+    what it looks up while it waits for other launches."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    (port,) = free_ports(1)
+    with ThreadPoolExecutor(3) as pool:
+        running = [
+            pool.submit(
+                join,
+                Placement(3, replica, 1, 0, False),
+                rendezvous=f"[::1]:{port}",
+                timeout_seconds=None,
+            )
+            for replica in range(3)
+        ]
+        joined = [each.result(60) for each in running]
+    for each in joined:
+        each.begin_training()
+    found = psutil.Process().net_connections("tcp")
+    clients = [each for each in found if each.raddr and each.raddr.port == port]
+    assert len(clients) == len(joined), clients
+    assert joined[1].watched(lambda: 5) == 5
 
 
 def test_one_launch_per_replica() -> None:

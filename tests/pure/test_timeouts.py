@@ -171,13 +171,13 @@ def test_give_up_is_announced_and_names_the_lost_replica(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "sleep", lambda _: monitor.exchange(store))
     monitor.update({1: report(4, 3), 2: report(5, 3)})
     assert monitor.give_up([1]) == [1]
-    with other.waiting():
-        other.exchange(store)
+    other.exchange(store)
     assert other.heartbeats[0].has_given_up
     monitor.update({1: report(5, 3, 4)})
     assert monitor.give_up([1, 2]) == []  # all had arrived: it is not known whose link failed
     now[0] += 60.0
     monitor.update({1: report(4, 3)}, now[0] - 30.0)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     assert monitor.give_up([1]) == []  # this rank has had no heartbeats for long
 
 
@@ -214,14 +214,107 @@ def test_heartbeats_are_exchanged_through_the_store() -> None:
     other.batches = 3
     other.exchange(store)
     mine.exchange(store)
-    assert mine.heartbeats[2].text == ""  # read only while waiting
-    with mine.waiting():
-        mine.exchange(store)
     assert [each.progress for each in mine.heartbeats] == [
         ReplicaProgress(5, 0, 40),
         heartbeats.NO_PROGRESS,
         ReplicaProgress(4, 1, 12),
     ]
+
+
+def rank_1(store_host: int | None = None) -> HeartbeatMonitor:
+    """The monitor of another rank of replica 0 of three, which waits at its fifth meeting."""
+    heartbeat = HeartbeatMonitor(
+        0, 3, lambda: ReplicaProgress(5, 0, 40), is_reporting=False, store_host=store_host
+    )
+    heartbeat.is_waiting = True
+    return heartbeat
+
+
+def test_heartbeats_are_relayed_to_waiting_ranks() -> None:
+    """Rank 0 relays what it has read to the other ranks of its replica, which read only while they
+    wait. Would catch: ranks that all read from the store of all replicas."""
+    shared, own = dist.HashStore(), dist.HashStore()
+    first, second = waiting(), rank_1()
+    other = HeartbeatMonitor(2, 3, lambda: ReplicaProgress(4, 1, 9), is_reporting=True)
+    second.read(own)  # nothing was relayed yet
+    other.exchange(shared)
+    first.exchange(shared)
+    first.relay(own)
+    second.read(own)
+    assert second.heartbeats[2].text == ""
+    with second.waiting():
+        second.read(own)
+    assert [each.text for each in second.heartbeats] == [each.text for each in first.heartbeats]
+    assert second.heartbeats[2].progress == ReplicaProgress(4, 1, 9)
+    assert own.num_keys() == 1
+
+
+FAULTS: dict[str, tuple[set[str], int | None, list[int]]] = {
+    # What happens while rank 1 listens, the host of the shared store, and who is lost.
+    "nothing": (set(), 0, []),
+    "replica 1 ends": ({"replica 1"}, 0, [1]),
+    "rank 0 of this replica ends": ({"rank 0"}, 0, [0]),
+    "the shared store of this replica does not answer": ({"shared"}, 0, []),
+    "the shared store of replica 1 does not answer": ({"shared"}, 1, [1]),
+    "the replica's store does not answer": ({"own"}, 1, [0]),
+    "the store of the only launch does not answer": ({"own", "shared"}, None, []),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_rank_without_connection_of_its_own_names_what_is_lost(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fault but the first, after a long time without waits. Would catch: replica 0 blamed for
+    a rank 0 that relays no more, an old relay that is taken for new, and the reverse."""
+    faults, host, lost = FAULTS[what]
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shared, own = dist.HashStore(), dist.HashStore()
+    first, second = waiting(), rank_1(host)
+    others = [
+        HeartbeatMonitor(r, 3, lambda: ReplicaProgress(5, 0, 7), is_reporting=True) for r in (1, 2)
+    ]
+
+    def run(seconds: float, *missing: str) -> None:
+        for _ in range(round(2 * seconds)):
+            now[0] += 0.5
+            for other in others:
+                if f"replica {other._replica}" not in missing:
+                    other.exchange(shared)
+            if "rank 0" not in missing:
+                if "shared" not in missing:
+                    first.exchange(shared)
+                if "own" not in missing:
+                    first.relay(own)
+            if "own" not in missing:
+                second.read(own)
+
+    run(60.0)
+    run(30.0, *faults)
+    monkeypatch.setattr(time, "sleep", lambda seconds: run(seconds, *faults))
+    assert second.find_lost() == lost
+
+
+def test_lost_replica_is_named_after_rank_0_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 finds that replica 1 is absent, and ends before rank 1 has heard of it twice. Would
+    catch: a replica that blames itself."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    own, first, second = dist.HashStore(), waiting(), rank_1()
+    first.update({0: report(5, 40), 1: report(4, 3), 2: report(5, 3)})
+    with pytest.raises(ZeroDivisionError), second.waiting():
+        for _ in range(2):
+            first.relay(own)
+            second.read(own)
+        raise ZeroDivisionError
+
+    def listen(seconds: float) -> None:
+        now[0] += seconds
+        second.read(own)
+
+    monkeypatch.setattr(time, "sleep", listen)
+    assert second.find_lost() == [1]
 
 
 def limits_of(monkeypatch: pytest.MonkeyPatch, **more: float) -> tuple[list[float], Any, Any]:

@@ -19,7 +19,7 @@ from megatron_edit.host.seams.probes import megatron_version
 def describe(
     config: EditConfig, world: ReplicaWorld, device: torch.device, sync_mode: str
 ) -> dict[str, Any]:
-    """Return the content of `run.json`.
+    """Return the content of `run.json`; only the rank that writes it knows the hosts.
 
     Args:
         config: settings with presets; `sync_mode` and `num_replicas` are written resolved.
@@ -27,7 +27,7 @@ def describe(
         device: device of the parameters.
         sync_mode: resolved `--edit-sync-mode`.
     """
-    placement, arrangement = world.placement, world.arrangement
+    placement = world.placement
     return {
         "config": {
             **dataclasses.asdict(config),
@@ -42,7 +42,7 @@ def describe(
             "single_launch": placement.is_single_launch,
             "device": device.type,
             "host": socket.gethostname(),
-            "hosts": None if arrangement is None else arrangement.counts(),
+            "hosts": world.host_counts() if placement.is_writer else None,
         },
         "argv": sys.argv,
     }

@@ -138,8 +138,8 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     config = launch.config
     world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     try:
-        if placement.is_single_launch:
-            world.arrange(config.placement)
+        world.arrange(config.placement)
+        os.environ.update(world.interface_variable)
         all_ranks = _exchange_facts(world, report)
         if all_ranks is not None and placement.num_replicas > 1:
             all_reduce = _measure(world, transport, all_ranks, report)
@@ -170,7 +170,7 @@ def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
     for rank in range(size):
         replica = rank // place.ranks_per_replica
         if world.arrangement is not None:
-            replica, _ = world.arrangement.find(rank)
+            replica, _ = world.arrangement.places()[rank]
         world.wait_for(f"doctor/rank{rank}", world.timeout, replica=replica)
         machines.append(json.loads(store.get(f"doctor/rank{rank}")))
         report.is_single_host = len({entry["host"] for entry in machines}) == 1
@@ -195,7 +195,7 @@ def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
 
 def _placement_findings(world: ReplicaWorld) -> Iterator[DoctorFinding]:
     """Yield which replica is on which hosts, where one launch arranges its ranks in replicas."""
-    if world.arrangement is not None:
+    if world.arrangement is not None and world.placement.is_single_launch:
         counts = world.arrangement.counts()
         yield DoctorFinding("placement", "; ".join(host_lines(counts)))
         for warning in straddling_warnings(counts):
