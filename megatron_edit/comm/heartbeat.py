@@ -10,6 +10,7 @@ replicas from lost ones.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Heartbeat:
         has_given_up: whether it has given up the others, and so is not itself lost.
         last_progress: when its counters were last seen to increase.
         arrival: milliseconds of its inner phase at which it would meet; negative if not known.
+        last_seen: when it was last seen to change; negative infinity if never.
     """
 
     progress: ReplicaProgress = NO_PROGRESS
@@ -62,6 +64,7 @@ class Heartbeat:
     has_given_up: bool = False
     last_progress: float = float("-inf")
     arrival: int = _UNKNOWN
+    last_seen: float = float("-inf")
 
     def updated_with(self, text: str, now: float) -> Heartbeat:
         """The heartbeat after reading `text` at time `now`."""
@@ -70,7 +73,7 @@ class Heartbeat:
         *numbers, _, has_given_up, arrival = map(int, text.split())
         progress = ReplicaProgress(*numbers)
         last_progress = now if progress != self.progress else self.last_progress
-        return Heartbeat(progress, text, bool(has_given_up), last_progress, arrival)
+        return Heartbeat(progress, text, bool(has_given_up), last_progress, arrival, now)
 
 
 class HeartbeatMonitor:
@@ -84,6 +87,7 @@ class HeartbeatMonitor:
         store_host: the replica whose rank 0 hosts the store; None where no replica does.
         arrival: returns when this replica would meet by its own clock, in seconds of the inner
             phase, None if not known; called in another thread.
+        is_over: returns whether this replica makes no further exchange; called in another thread.
 
     Attributes:
         is_reporting: see above.
@@ -104,13 +108,14 @@ class HeartbeatMonitor:
         is_reporting: bool,
         store_host: int | None = None,
         arrival: Callable[[], float | None] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.is_closed = False
         self.is_listening = self.is_waiting = False
         self.batches = self.steps_of_others = 0
         self.heartbeats = [Heartbeat()] * num_replicas
         self._replica = replica
-        self._progress, self._arrival = progress, arrival
+        self._progress, self._arrival, self._is_over = progress, arrival, is_over
         self.is_reporting = is_reporting
         self._store_host = store_host
         self._ticks = self._counted = 0
@@ -119,6 +124,7 @@ class HeartbeatMonitor:
         self._relayed: str | None = None  # last text; None before the first read of a wait
         # Of the heartbeats; of the relay, its last change and the last answer of its store.
         self._last_read = self._last_change = self._last_answer = time.monotonic()
+        self._reads_since = self._last_read  # without a gap
 
     # ---- in threads of the stop board
 
@@ -192,6 +198,8 @@ class HeartbeatMonitor:
     def update(self, texts: Mapping[int, str], now: float | None = None) -> None:
         """Store heartbeats of replicas, by replica."""
         now = time.monotonic() if now is None else now
+        if now - self._last_read > STALE_SECONDS:
+            self._reads_since = now  # this process was stopped, or the store did not answer
         for replica, text in texts.items():
             self.heartbeats[replica] = self.heartbeats[replica].updated_with(text, now)
         self._last_read = now
@@ -235,6 +243,21 @@ class HeartbeatMonitor:
         # If all have joined and the meeting is still not done, any of them may be the cause.
         awaited = self._absent(self._others) or self._others
         return [r for r in awaited if now - max(began, self.heartbeats[r].last_progress) > limit]
+
+    def frozen(self, limit: float, now: float) -> list[int]:
+        """Return replicas without a heartbeat for too long, where this one seems to wait for them.
+
+        It has made no progress itself for as long, and is not at a meeting, which has a time-out of
+        its own: it waits in an exchange, on a device or in the transport, and cannot look.
+
+        Args:
+            limit: seconds.
+            now: on the clock of `update`.
+        """
+        mine = self.heartbeats[self._replica].last_progress
+        if self.is_waiting or self._is_over() or now - max(mine, self._reads_since) <= limit:
+            return []
+        return [r for r in self._others if limit < now - self.heartbeats[r].last_seen < math.inf]
 
     def give_up(self, overdue: Sequence[int]) -> list[int]:
         """Return those of the overdue replicas that are certainly lost, and report that this one

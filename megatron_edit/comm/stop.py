@@ -9,6 +9,9 @@ replica's own store.
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +43,10 @@ class StepState(Protocol):
     def timer(self) -> TimeTrigger | None:
         """Requests meetings where replicas run at their own speeds; else None."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this replica makes no further exchange: training is over, or it stops."""
+
 
 class StopBoard:
     """Announces and receives stop requests through the shared store.
@@ -50,6 +57,8 @@ class StopBoard:
         is_watching: whether this rank polls for stop requests and exchanges heartbeats, over a
             separate connection.
         poll_seconds: between two polls.
+        frozen_seconds: without a heartbeat after which a replica in an exchange is lost.
+        end_process: called with the exit code where one is: the main thread waits for it.
         replica_store: of the replica's own ranks, for heartbeats; None where it has one rank.
     """
 
@@ -60,9 +69,12 @@ class StopBoard:
         *,
         is_watching: bool,
         poll_seconds: float = POLL_SECONDS,
+        frozen_seconds: float = math.inf,
+        end_process: Callable[[int], object] = os._exit,
         replica_store: dist.Store | None = None,
     ) -> None:
         self.heartbeat = heartbeat
+        self._frozen_seconds, self._end_process = frozen_seconds, end_process
         self._store = store
         self._seen, self._closed = threading.Event(), threading.Event()
         self._threads = list[threading.Thread]()
@@ -104,6 +116,7 @@ class StopBoard:
             is_reporting=is_first,
             store_host=None if place.is_single_launch else 0,
             arrival=None if timer is None or not is_first else lambda: timer.arrival,
+            is_over=lambda: steps.is_over,
         )
         poll_seconds = POLL_SECONDS
         if timer is not None:
@@ -115,6 +128,7 @@ class StopBoard:
             heartbeat,
             is_watching=is_first,
             poll_seconds=poll_seconds,
+            frozen_seconds=world.timeout.total_seconds(),
             replica_store=world.replica_store if place.num_replicas > 1 < control.size else None,
         )
 
@@ -174,3 +188,11 @@ class StopBoard:
         if not self.is_seen and store.check([KEY]):
             self._seen.set()
         self.heartbeat.exchange(store)
+        if frozen := self.heartbeat.frozen(self._frozen_seconds, time.monotonic()):
+            error = ReplicaLostError(
+                f"replica {', '.join(map(str, frozen))} was lost in an exchange: it has sent no "
+                f"heartbeat for {self._frozen_seconds:g} s"
+            )
+            sys.stderr.write(f"megatron_edit: {error}\n")
+            sys.stderr.flush()
+            self._end_process(error.exit_code)

@@ -181,13 +181,13 @@ class EditEngine:
         with self._context():
             self.syncs.land_all()
             if not state.has_replica_stopped and not self._context.is_alone:
-                # Not stored as `state.records`: a save after the end of training needs the records
-                # of the last meeting during training.
+                # Not stored as `state.records`: a save needs those of the last meeting in training.
                 records = self._meetings.exchange_records()
                 state.has_replica_stopped = any(record.is_stopping for record in records)
                 if not state.has_replica_stopped:
                     state.report_losses(records, self.reporter)
             self.syncs.finish_exchanges()
+        state.is_finished = True
         # All replicas are at the end and none is ahead, so nothing is suppressed any more.
         state.suppressed_until_step = 0
 

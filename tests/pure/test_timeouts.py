@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_edit.comm import heartbeat as heartbeats
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
+from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.timeouts import AdaptiveTimeout, StepTimes
 from megatron_edit.engine import tuning
 from megatron_edit.engine.tuning import AutoTuner
@@ -412,3 +413,72 @@ def test_given_timeout_does_not_follow_steps(monkeypatch: pytest.MonkeyPatch) ->
     adaptive_timeout.follow_step()
     adaptive_timeout.begin(steps=100)
     assert mine.timeout == timedelta(seconds=7)
+
+
+def frozen_at(times: dict[float, tuple[int, int]], *, is_waiting: bool = False) -> list[float]:
+    """Return the times at which replica 0 finds replica 1 frozen, after 60 s.
+
+    Args:
+        times: for each read, heartbeats of replica 1 and steps of replica 0 so far.
+        is_waiting: whether replica 0 is at a meeting.
+    """
+    monitor = HeartbeatMonitor(0, 2, lambda: ReplicaProgress(0, 0, 0), is_reporting=True)
+    monitor.is_waiting = is_waiting
+    monitor._last_read = monitor._reads_since = min(times)
+    found = []
+    for now, (ticks, steps) in times.items():
+        texts = {0: f"0 0 {steps} {now:.0f} 0 -1", 1: f"0 0 7 {ticks} 0 -1"}
+        monitor.update(texts, now)
+        found += [now] if monitor.frozen(60.0, now) == [1] else []
+    return found
+
+
+EVERY_4_S = range(0, 104, 4)
+
+
+def test_frozen_replica_is_found_by_its_heartbeat() -> None:
+    """Where this one waits in an exchange. Catches a wait of four rounds for NCCL's watchdog."""
+    stuck = {float(t): (min(t, 20), min(t, 24)) for t in EVERY_4_S}
+    assert frozen_at(stuck) == [float(t) for t in EVERY_4_S if t > 84]
+
+
+@pytest.mark.parametrize(
+    ("times", "is_waiting"),
+    [
+        ({float(t): (t, 24) for t in EVERY_4_S}, False),
+        ({float(t): (20, t) for t in EVERY_4_S}, False),
+        ({float(t): (20, 24) for t in EVERY_4_S}, True),
+        ({0.0: (1, 1), 4.0: (2, 2), 500.0: (2, 2), 504.0: (2, 2), 508.0: (3, 3)}, False),
+    ],
+    ids=["slow", "no exchange", "meeting", "suspended together"],
+)
+def test_replica_that_is_not_frozen_is_left_alone(
+    times: dict[float, tuple[int, int]], is_waiting: bool
+) -> None:
+    """Slow replicas, replicas that others do not wait for, meetings, which have a time-out of their
+    own, and a job that was suspended as a whole."""
+    assert frozen_at(times, is_waiting=is_waiting) == []
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_process_that_waits_for_a_frozen_replica_is_ended(
+    is_over: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 4 and one line: its main thread waits for the device. Not while it saves after
+    the last sync, when the others may have ended."""
+    store, codes = dist.HashStore(), list[int]()
+    monitor = HeartbeatMonitor(
+        0, 2, lambda: ReplicaProgress(0, 1, 5), is_reporting=True, is_over=lambda: is_over
+    )
+    monkeypatch.setattr(heartbeats, "STALE_SECONDS", 1e9)
+    monitor._reads_since = monitor._last_read = time.monotonic() - 1000
+    store.set("heartbeat/1", "0 1 5 9 0 -1")
+    board = StopBoard(
+        store, monitor, is_watching=True, poll_seconds=0.01, frozen_seconds=0.1,
+        end_process=codes.append,
+    )  # fmt: skip
+    time.sleep(0.3)
+    board.close()
+    line = "megatron_edit: replica 1 was lost in an exchange: it has sent no heartbeat for 0.1 s"
+    assert (line in capsys.readouterr().err.splitlines()) is not is_over
+    assert set(codes) == (set() if is_over else {4})
