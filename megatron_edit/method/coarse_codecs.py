@@ -121,7 +121,7 @@ class _Levels(Codec):
         """Values of a group."""
         return self.block_numel * self.values_per_byte
 
-    def scratch(self, data: Tensor, parts: list[slice]) -> list[Tensor]:
+    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
         """Two, each with one number more per byte than a part has values."""
         groups = -(-longest(parts) // self.unit)
         numel = len(data) * groups * (self.unit + self.block_numel)

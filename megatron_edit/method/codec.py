@@ -93,7 +93,7 @@ class Codec(ABC):
         rest = None if residual is None else torch.atleast_2d(residual)
         numel = rows.shape[1]
         parts = self._parts(coded, numel)
-        scratch = self.scratch(coded, parts)
+        scratch = self.scratch(coded, parts, encodes=True)
         for where in parts:
             part = rows[:, where] if rest is None else rest[:, where].add_(rows[:, where])
             self.encode_part(part, coded, numel, where, scratch, has_residual=rest is not None)
@@ -113,7 +113,7 @@ class Codec(ABC):
         coded, rows = torch.atleast_2d(data), torch.atleast_2d(out)
         numel = rows.shape[1]
         parts = self._parts(coded, numel)
-        scratch = self.scratch(coded, parts)
+        scratch = self.scratch(coded, parts, encodes=False)
         for where in parts:
             self.decode_part(coded, numel, where, rows[:, where], scratch)
 
@@ -127,7 +127,7 @@ class Codec(ABC):
             out: fp32 [n].
         """
         parts = self._parts(data, len(out))
-        scratch = self.scratch(data, parts)
+        scratch = self.scratch(data, parts, encodes=False)
         rows = torch.empty(len(data) * _bagged(longest(parts)), device=out.device)
         for where in parts:
             numel = where.stop - where.start
@@ -145,24 +145,21 @@ class Codec(ABC):
         return _SLAB_NUMEL.get(data.device.type, _SLAB_NUMEL_ELSEWHERE)
 
     def _parts(self, data: Tensor, numel: int) -> list[slice]:
-        """Slabs of whole units of `numel` values, of all rows of `data`; then the short last unit if
-        there is one."""
+        """Slabs of whole units of `numel` values, of all rows of `data`; then the short last unit
+        if there is one."""
         unit = self.unit
         whole = numel // unit * unit
         step = max(self.slab_numel(data) // len(data) // unit, 1) * unit
         return [*slabs(0, whole, step), *slabs(whole, numel, unit)]
 
-    def scratch(self, data: Tensor, parts: list[slice]) -> list[Tensor]:
+    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
         """fp32 buffers that every part uses, each for the longest part of all rows of `data`."""
         numel = len(data) * longest(parts)
-        return [torch.empty(numel, dtype=torch.float32, device=data.device)]
+        return [torch.empty(numel, dtype=torch.float32, device=data.device)] if encodes else []
 
     def _target(self, values: Tensor, out: Tensor | None) -> Tensor:
         """Return the output of `encode`, after checking the arguments."""
-        assert values.dtype == torch.float32 and values.dim() in (1, 2), (
-            values.dtype,
-            values.shape,
-        )
+        assert values.dtype == torch.float32, values.dtype
         shape = (*values.shape[:-1], self.encoded_bytes(values.shape[-1]))
         if out is None:
             return torch.empty(shape, dtype=torch.uint8, device=values.device)
@@ -364,7 +361,7 @@ class _LogBlocks(Codec):
     def used_bytes(self, numel: int) -> int:
         return self._exponent_bytes(numel) + numel
 
-    def scratch(self, data: Tensor, parts: list[slice]) -> list[Tensor]:
+    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
         return []
 
     def encode_part(

@@ -14,7 +14,8 @@ The residual is multiplied by 0.95 before the values are added to it.
 A sum of decoded values may have as many non-zero values as all addends together: it is not encoded
 again.
 
-Non-finite input: as in `codec.py`. Scratch: 4 bytes for each of at most 2^20 values on the CPU, of 2^24 elsewhere; in encoding 20.
+Non-finite input: as in `codec.py`. Scratch: 4 bytes for each of at most 2^20 values on the CPU, of
+2^24 elsewhere; 20 in encoding.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class _Largest(Codec):
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `Codec.encode`."""
         if residual is not None:
             residual.mul_(self.residual_decay)
         data = super().encode(values, residual=residual, out=out)
@@ -65,28 +65,24 @@ class _Largest(Codec):
         return data
 
     def used_bytes(self, numel: int) -> int:
-        """See `Codec.used_bytes`."""
         kept = _num_kept(numel)
         return INT2_OF_64.encoded_bytes(kept) + _index_bytes(kept)
 
     @property
     def unit(self) -> int:
-        """See `Codec.unit`."""
         return INT2_OF_64.unit * _SHARE
 
     def slab_numel(self, data: Tensor) -> int:
-        """See `Codec.slab_numel`. On the CPU more, as most operators take only the kept values."""
+        # On the CPU more than usual, as most operators take only the kept values.
         return super().slab_numel(data) * (4 if data.device.type == "cpu" else 1)
 
-    def scratch(self, data: Tensor, parts: list[slice]) -> list[Tensor]:
-        """See `Codec.scratch`."""
-        return INT2_OF_64.scratch(data, [_kept_of(part) for part in parts])
+    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
+        return INT2_OF_64.scratch(data, [_kept_of(part) for part in parts], encodes=encodes)
 
     def encode_part(
         self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
         has_residual: bool,
     ) -> None:  # fmt: skip
-        """See `Codec.encode_part`."""
         index = _largest(part)
         levels, indices = self._sections(data, numel, where)
         places = _places(index)
@@ -104,7 +100,6 @@ class _Largest(Codec):
     def decode_part(
         self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
     ) -> None:
-        """See `Codec.decode_part`."""
         levels, indices = self._sections(data, numel, where)
         sent = self._sent(levels, numel, where, scratch)
         for blocks, poison in _poisoned(out, sent):

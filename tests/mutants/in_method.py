@@ -204,6 +204,14 @@ METHOD = (
         test="pure/test_codec.py::test_codes_do_not_depend_on_slab_size",
     ),
     Mutant(
+        id="method/codec-rows-added-backwards",
+        bug="encoded addends are added in the opposite order of the replicas",
+        file="method/codec.py",
+        old="embedding_bag(entries.t()",
+        new="embedding_bag(entries.flip(0).t()",
+        test="pure/test_codec.py::test_rows_are_added_in_their_order_from_zero",
+    ),
+    Mutant(
         id="method/codec-last-block",
         bug="the short last block starts within the codes of the one before it",
         file="method/codec.py",
