@@ -91,10 +91,11 @@ class _Levels(Codec):
             self._copy_back(blocks, part)
 
     def decode_part(
-        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
-    ) -> None:
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
         scales, codes = self._sections(data, numel, where)
-        blocks = self._blocks(out.zero_(), scales.shape[1])
+        blocks = self._blocks(out if adds else out.zero_(), scales.shape[1])
         digits = self._unpack(codes, scratch)
         large, negative = (self._blocks(each, scales.shape[1]) for each in digits)
         self._add_levels(blocks, scales.float(), large, negative, factor=1.0)
@@ -121,7 +122,7 @@ class _Levels(Codec):
         """Values of a group."""
         return self.block_numel * self.values_per_byte
 
-    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
         """Two, each with one number more per byte than a part has values."""
         groups = -(-longest(parts) // self.unit)
         numel = len(data) * groups * (self.unit + self.block_numel)

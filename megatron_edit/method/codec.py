@@ -48,11 +48,13 @@ _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; le
 class Codec(ABC):
     """Encodes fp32 numbers to bytes and decodes them.
 
-    All rows of a call are encoded in the same launches, each as if it were alone. Rows may have a
-    stride, of encoded ones a multiple of 4 bytes; the elements of a row are contiguous.
+    All rows of a call are encoded in the same launches (large ones apart, in about as many), each
+    as if it were alone. Rows may have a stride, of encoded ones a multiple of 4 bytes; the elements
+    of a row are contiguous.
 
-    Scratch: 4 bytes for each of at most 262144 values on the CPU, of 2^24 elsewhere; up to 16 bytes
-    for codecs of 2 bits per value and less. A sum of rows takes 4 bytes more.
+    Scratch: 4 bytes for each of at most 262144 values on the CPU, of 2^24 elsewhere, or of a unit
+    of each row if that is more; up to 16 bytes for codecs of 2 bits per value and less. A sum of
+    rows takes up to 8 bytes more.
 
     Attributes:
         name: in settings and messages.
@@ -89,17 +91,24 @@ class Codec(ABC):
             `out`.
         """
         data = self._target(values, out)
-        rows, coded = torch.atleast_2d(values), torch.atleast_2d(data)
         rest = None if residual is None else torch.atleast_2d(residual)
+        for rows in self._together(torch.atleast_2d(values)):
+            self._encode_rows(
+                torch.atleast_2d(values)[rows],
+                None if rest is None else rest[rows],
+                torch.atleast_2d(data)[rows],
+            )
+        return data
+
+    def _encode_rows(self, rows: Tensor, rest: Tensor | None, coded: Tensor) -> None:
         numel = rows.shape[1]
         parts = self._parts(coded, numel)
-        scratch = self.scratch(coded, parts, encodes=True)
+        scratch = self.scratch(coded, parts, decodes=False)
         for where in parts:
             part = rows[:, where] if rest is None else rest[:, where].add_(rows[:, where])
             self.encode_part(part, coded, numel, where, scratch, has_residual=rest is not None)
         if self.used_bytes(numel) < coded.shape[1]:
             coded[:, self.used_bytes(numel) :].zero_()  # so that equal values have equal bytes
-        return data
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode to fp32, the inverse of `encode` up to its rounding.
@@ -110,12 +119,13 @@ class Codec(ABC):
             data: uint8 [encoded_bytes(n)] or [rows, encoded_bytes(n)] at a multiple of 4 bytes.
             out: fp32 [n] or [rows, n].
         """
-        coded, rows = torch.atleast_2d(data), torch.atleast_2d(out)
-        numel = rows.shape[1]
-        parts = self._parts(coded, numel)
-        scratch = self.scratch(coded, parts, encodes=False)
-        for where in parts:
-            self.decode_part(coded, numel, where, rows[:, where], scratch)
+        for rows in self._together(torch.atleast_2d(out)):
+            coded, decoded = torch.atleast_2d(data)[rows], torch.atleast_2d(out)[rows]
+            numel = decoded.shape[1]
+            parts = self._parts(coded, numel)
+            scratch = self.scratch(coded, parts, decodes=True)
+            for where in parts:
+                self.decode_part(coded, numel, where, decoded[:, where], scratch, adds=False)
 
     def decode_sum(self, data: Tensor, out: Tensor) -> None:
         """Decode rows and add them in fp32, the first one to zeros, then each to the sum so far.
@@ -126,23 +136,41 @@ class Codec(ABC):
             data: uint8 [rows, encoded_bytes(n)] at a multiple of 4 bytes.
             out: fp32 [n].
         """
+        if len(out) >= self.slab_numel(out):
+            self._add_rows(data, out.zero_())
+            return
         parts = self._parts(data, len(out))
-        scratch = self.scratch(data, parts, encodes=False)
+        scratch = self.scratch(data, parts, decodes=True)
         rows = torch.empty(len(data) * _bagged(longest(parts)), device=out.device)
         for where in parts:
             numel = where.stop - where.start
             decoded = rows[: len(data) * _bagged(numel)].view(len(data), -1)
-            self.decode_part(data, len(out), where, decoded[:, :numel], scratch)
+            self.decode_part(data, len(out), where, decoded[:, :numel], scratch, adds=False)
             out[where] = _sum_of_rows(decoded)[:numel]
+
+    def _add_rows(self, data: Tensor, total: Tensor) -> None:
+        """Add decoded rows one after another, of which each fills slabs."""
+        parts = self._parts(data[:1], len(total))
+        scratch = self.scratch(data[:1], parts, decodes=False)
+        for where in parts:
+            out = total[where].unsqueeze(0)
+            for row in data.split(1):
+                self.decode_part(row, len(total), where, out, scratch, adds=True)
 
     @property
     def unit(self) -> int:
-        """Values that are encoded or decoded together at least."""
+        """Values of a row that are encoded or decoded together at least: a block, or several."""
         return self.block_numel
 
     def slab_numel(self, data: Tensor) -> int:
         """Values of all rows that are encoded or decoded together on the device of `data`."""
         return _SLAB_NUMEL.get(data.device.type, _SLAB_NUMEL_ELSEWHERE)
+
+    def _together(self, rows: Tensor) -> list[slice]:
+        """Which rows [rows, n] are encoded or decoded in the same launches: all, or if each fills
+        slabs, as the launches are as few, each alone."""
+        step = 1 if rows.shape[1] >= self.slab_numel(rows) else len(rows)
+        return slabs(0, len(rows), step)
 
     def _parts(self, data: Tensor, numel: int) -> list[slice]:
         """Slabs of whole units of `numel` values, of all rows of `data`; then the short last unit
@@ -152,10 +180,11 @@ class Codec(ABC):
         step = max(self.slab_numel(data) // len(data) // unit, 1) * unit
         return [*slabs(0, whole, step), *slabs(whole, numel, unit)]
 
-    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
-        """fp32 buffers that every part uses, each for the longest part of all rows of `data`."""
-        numel = len(data) * longest(parts)
-        return [torch.empty(numel, dtype=torch.float32, device=data.device)] if encodes else []
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
+        """fp32 buffers that every part uses, each for the longest part of all rows of `data`; empty
+        ones where they are only needed to encode or to add."""
+        numel = 0 if decodes else len(data) * longest(parts)
+        return [torch.empty(numel, dtype=torch.float32, device=data.device)]
 
     def _target(self, values: Tensor, out: Tensor | None) -> Tensor:
         """Return the output of `encode`, after checking the arguments."""
@@ -190,9 +219,11 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_part(
-        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
-    ) -> None:
-        """Inverse of `encode_part`. Mutates `out`, fp32 [rows, values], and `scratch`."""
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        """Inverse of `encode_part`: write to `out`, fp32 [rows, values], or add to it. Mutates it,
+        and `scratch`."""
 
 
 @dataclass(frozen=True)
@@ -216,9 +247,14 @@ class _BFloat16(Codec):
             part.sub_(scratch[0][: part.numel()].view(part.shape).copy_(sent))
 
     def decode_part(
-        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
-    ) -> None:
-        out.copy_(self._halves(data, numel, where))
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        halves = self._halves(data, numel, where)
+        if adds:
+            out.add_(scratch[0][: out.numel()].view(out.shape).copy_(halves))
+        else:
+            out.copy_(halves)
 
     def _halves(self, data: Tensor, numel: int, where: slice) -> Tensor:
         return data[:, : 2 * numel].view(torch.bfloat16)[:, where]
@@ -255,7 +291,7 @@ class _Blocks(Codec):
         has_residual: bool,
     ) -> None:  # fmt: skip
         scales, codes = self._sections(data, numel, where)
-        blocks = part.unflatten(1, (scales.shape[1], -1))
+        blocks = part.view(len(part), scales.shape[1], -1)
         work = scratch[0][: part.numel()].view(blocks.shape)
         scale = self._scale(torch.abs(blocks, out=work).amax(dim=2, keepdim=True))
         scales.copy_(scale)
@@ -266,12 +302,18 @@ class _Blocks(Codec):
         self._pack(rounded, codes)
 
     def decode_part(
-        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
-    ) -> None:
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
         scales, codes = self._sections(data, numel, where)
-        blocks = out.unflatten(1, (scales.shape[1], -1))
-        self._unpack(codes, blocks)
-        blocks.mul_(scales.float())
+        blocks = out.view(len(out), scales.shape[1], -1)
+        if adds:
+            work = scratch[0][: out.numel()].view(blocks.shape)
+            self._unpack(codes, work)
+            blocks.addcmul_(work, scales.float())
+        else:
+            self._unpack(codes, blocks)
+            blocks.mul_(scales.float())
 
     def used_bytes(self, numel: int) -> int:
         return self._scale_bytes(numel) + self._code_bytes(numel)
@@ -290,7 +332,7 @@ class _Blocks(Codec):
         scales = data[:, : self._scale_bytes(numel)].view(self.scale_dtype)[:, first:stop]
         codes = data[:, self._scale_bytes(numel) :].view(torch.int8)
         held = codes[:, self._code_bytes(where.start) : self._code_bytes(where.stop)]
-        return scales.unsqueeze(2), held.unflatten(1, (stop - first, -1))
+        return scales.unsqueeze(2), held.view(len(data), stop - first, -1)
 
     def _scale(self, largest: Tensor) -> Tensor:
         """fp32 scales: 0 for a block of zeros, not finite for a block that is not finite.
@@ -361,7 +403,7 @@ class _LogBlocks(Codec):
     def used_bytes(self, numel: int) -> int:
         return self._exponent_bytes(numel) + numel
 
-    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
         return []
 
     def encode_part(
@@ -370,7 +412,7 @@ class _LogBlocks(Codec):
     ) -> None:  # fmt: skip
         assert not has_residual, f"{self.name} has no error feedback"
         exponents, codes = self._sections(data, numel, where)
-        blocks, bounds = part.unflatten(1, (exponents.shape[1], -1)), _bounds().to(part.device)
+        blocks, bounds = part.view(len(part), exponents.shape[1], -1), _bounds().to(part.device)
         bits = blocks.abs().view(torch.int32)  # they order as the magnitudes do
         largest = bits.amax(dim=2, keepdim=True)
         exponent = (largest >> 23).clamp_(min=self._least_exponent)
@@ -388,11 +430,13 @@ class _LogBlocks(Codec):
         codes.copy_(code)
 
     def decode_part(
-        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
-    ) -> None:
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
         exponents, codes = self._sections(data, numel, where)
-        blocks = out.unflatten(1, (exponents.shape[1], -1))
-        blocks.copy_(self._unscaled(codes)).mul_(_power_of_two(exponents))
+        blocks = out.view(len(out), exponents.shape[1], -1)
+        decoded = self._unscaled(codes).mul_(_power_of_two(exponents))
+        blocks.add_(decoded) if adds else blocks.copy_(decoded)
 
     def _exponent_bytes(self, numel: int) -> int:
         return -(-numel // self.block_numel)
@@ -407,7 +451,7 @@ class _LogBlocks(Codec):
         part."""
         first, stop = where.start // self.block_numel, -(-where.stop // self.block_numel)
         codes = data[:, self._exponent_bytes(numel) :][:, where]
-        return data[:, first:stop].unsqueeze(2), codes.unflatten(1, (stop - first, -1))
+        return data[:, first:stop].unsqueeze(2), codes.view(len(data), stop - first, -1)
 
     def _unscaled(self, codes: Tensor) -> Tensor:
         """fp32 like `codes`: decoded codes, divided by 2^e of their block."""

@@ -76,8 +76,8 @@ class _Largest(Codec):
         # On the CPU more than usual, as most operators take only the kept values.
         return super().slab_numel(data) * (4 if data.device.type == "cpu" else 1)
 
-    def scratch(self, data: Tensor, parts: list[slice], *, encodes: bool) -> list[Tensor]:
-        return INT2_OF_64.scratch(data, [_kept_of(part) for part in parts], encodes=encodes)
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
+        return INT2_OF_64.scratch(data, [_kept_of(part) for part in parts], decodes=decodes)
 
     def encode_part(
         self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
@@ -98,13 +98,15 @@ class _Largest(Codec):
                 blocks.sub_(poison)
 
     def decode_part(
-        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor]
-    ) -> None:
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
         levels, indices = self._sections(data, numel, where)
         sent = self._sent(levels, numel, where, scratch)
         for blocks, poison in _poisoned(out, sent):
-            blocks.copy_(poison)
-        _put(sent, _places(_unpack(indices, sent.shape[1])), out)
+            blocks.add_(poison) if adds else blocks.copy_(poison)
+        places = _places(_unpack(indices, sent.shape[1]))
+        _put(sent.add_(out.gather(1, places)) if adds else sent, places, out)
 
     def _sections(self, data: Tensor, numel: int, where: slice) -> tuple[Tensor, Tensor]:
         """The bytes of all kept values [rows, bytes], and those of the indices of a part."""
@@ -116,7 +118,7 @@ class _Largest(Codec):
         """The kept values of a part, decoded, fp32 [rows, kept]."""
         kept = _kept_of(where)
         sent = torch.empty(len(levels), kept.stop - kept.start, device=levels.device)
-        INT2_OF_64.decode_part(levels, _num_kept(numel), kept, sent, scratch)
+        INT2_OF_64.decode_part(levels, _num_kept(numel), kept, sent, scratch, adds=False)
         return sent
 
 
