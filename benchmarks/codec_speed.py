@@ -43,6 +43,7 @@ OPERATIONS = (ENCODE, FEEDBACK, DECODE, ADD)
 TARGETS = (TERNARY, INT8)
 TARGET = 1.0  # GB/s of one core, of a codec as trainings use it: with a residual where it has one
 SIZES = "16777216,1048576"
+SUMMED = 4  # addends of a sum, which together have the values of the shard
 CHANNEL_NUMEL = 256  # values of a scale, as of int8
 QUICK = {"sizes": "65537", "repeats": 2, "values": 65537}
 CHECKED_NUMEL, MAX_DISTANCE = 1_000_003, 0.01  # of values that a GPU and the CPU decode
@@ -156,12 +157,13 @@ def torch_cases(values: Tensor) -> list[Case]:
 def codec_cases(codec: Codec, values: Tensor, residual: Tensor, out: Tensor) -> list[Case]:
     """Return the cases of a codec. Their calls overwrite `residual` and `out`."""
     numel = values.numel()
-    data = codec.encode(values)
+    data, total = codec.encode(values), out[: numel // SUMMED]
+    rows = codec.encode(values[: SUMMED * len(total)].view(SUMMED, -1))
     calls: dict[str, Callable[[], object]] = {
         ENCODE: lambda: codec.encode(values, out=data),
         FEEDBACK: lambda: codec.encode(values, residual=residual, out=data),
         DECODE: lambda: codec.decode(data, out),
-        ADD: lambda: codec.add_decoded(data, out),
+        ADD: lambda: codec.decode_sum(rows, total),
     }
     if not codec.has_residual:
         del calls[FEEDBACK]

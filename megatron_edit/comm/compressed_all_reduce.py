@@ -31,7 +31,7 @@ the one before is done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +64,23 @@ class Chunks:
     def of(self, rank: int) -> slice:
         """The elements of a rank's chunk; empty for ranks beyond the last element."""
         return slice(*(min(edge * self.numel, self.total) for edge in (rank, rank + 1)))
+
+    @property
+    def num_filled(self) -> int:
+        """Ranks whose chunk is not empty."""
+        return -(-self.total // self.numel)
+
+    def runs(self) -> Iterator[tuple[slice, slice]]:
+        """The chunks that can be encoded together: the full ones; then the short one, if any.
+
+        Yields:
+            Their ranks; their elements.
+        """
+        full = self.total // self.numel
+        if full:
+            yield slice(0, full), slice(0, full * self.numel)
+        if full < self.num_filled:
+            yield slice(full, full + 1), self.of(full)
 
 
 @dataclass
@@ -126,36 +143,37 @@ class CodedPart:
         sent = None if residual is None else residual.sent
         if self.addend.is_excluded:
             self.outgoing.zero_()  # zero bytes are exact zeros in every codec
-        else:
-            for rank, row in enumerate(self.outgoing):
-                self._encode(values, sent, self.chunks.of(rank), row)
+            return
+        for ranks, where in self.chunks.runs():
+            self._encode(values, sent, where, self.outgoing[ranks])
+        self.outgoing[self.chunks.num_filled :].zero_()
 
     def encode_sum(self) -> None:
         """Sum this rank's chunk of `incoming`, and write the encoded sum to all `outgoing` rows."""
         where = self.chunks.of(self.rank)
         own = slice(0, where.stop - where.start)
-        total = torch.zeros(own.stop, dtype=torch.float32, device=self.incoming.device)
-        used = self.codec.encoded_bytes(own.stop)
-        for row in self.incoming:
-            self.codec.add_decoded(row[:used], total)
+        total = torch.empty(own.stop, dtype=torch.float32, device=self.incoming.device)
+        self.codec.decode_sum(self.incoming[:, : self.codec.encoded_bytes(own.stop)], total)
         residual = self.addend.residual
         summed = None if residual is None else residual.summed
-        self._encode(total, summed, own, self.outgoing[0])
+        self._encode(total, summed, own, self.outgoing[:1])
         self.outgoing[1:] = self.outgoing[0]  # a row for each receiver
 
     def decode(self) -> None:
         """Decode the sums of all chunks into the addend's values."""
-        for rank, row in enumerate(self.incoming):
-            where = self.chunks.of(rank)
-            used = self.codec.encoded_bytes(where.stop - where.start)
-            self.codec.decode(row[:used], self.addend.values[where])
+        for ranks, where in self.chunks.runs():
+            values = self.addend.values[where].view(ranks.stop - ranks.start, -1)
+            used = self.codec.encoded_bytes(values.shape[1])
+            self.codec.decode(self.incoming[ranks, :used], values)
 
-    def _encode(self, values: Tensor, rest: Tensor | None, where: slice, row: Tensor) -> None:
-        used = self.codec.encoded_bytes(where.stop - where.start)
-        kept = None if rest is None else rest[where]
-        self.codec.encode(values[where], residual=kept, out=row[:used])
-        if used < row.numel():
-            row[used:].zero_()  # never read, but uninitialised memory must not be sent
+    def _encode(self, values: Tensor, rest: Tensor | None, where: slice, rows: Tensor) -> None:
+        """Encode chunks of one length into as many rows of `outgoing`."""
+        shape = (len(rows), (where.stop - where.start) // len(rows))
+        used = self.codec.encoded_bytes(shape[1])
+        kept = None if rest is None else rest[where].view(shape)
+        self.codec.encode(values[where].view(shape), residual=kept, out=rows[:, :used])
+        if used < rows.shape[1]:
+            rows[:, used:].zero_()  # never read, but uninitialised memory must not be sent
 
 
 @dataclass
@@ -304,10 +322,7 @@ class GatheredPart:
 
     def decode(self) -> None:
         """Decode the addends of all ranks, and add them in rank order into the addend's values."""
-        first, *others = self.incoming
-        self.codec.decode(first, self.addend.values)
-        for row in others:
-            self.codec.add_decoded(row, self.addend.values)
+        self.codec.decode_sum(self.incoming, self.addend.values)
 
 
 @dataclass

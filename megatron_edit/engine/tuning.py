@@ -297,7 +297,7 @@ def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
         if (codec := wire.codec) is not None:
             sent = None if residual is None else residual.sent
             data = codec.encode(addend, residual=sent)  # the addends, and then the sum of a chunk
-            codec.add_decoded(data, addend)
+            codec.decode_sum(data.unsqueeze(0), addend)
             codec.decode(data, addend)
         sum_of_squares(addend)
         Nesterov(USUAL_LR, USUAL_MOMENTUM).step_(anchor, momentum, addend, clip=1.0, inner_lr=0.0)

@@ -24,14 +24,13 @@ Non-finite input: as in `codec.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_edit import constants
-from megatron_edit.method.codec import Codec, aligned, padded, slab_numel, slabs, target
+from megatron_edit.method.codec import Codec, longest
 
 _EXACT_BITS = 24  # fp32 holds all integers up to 2^24
 _BIAS = 127  # of fp32 exponents
@@ -43,7 +42,7 @@ _DROPPED_BITS = 16  # of fp32, to make it bf16
 
 
 @dataclass(frozen=True)
-class _Levels:
+class _Levels(Codec):
     """Two to four levels, in blocks that share scales.
 
     Bytes: the scales of all blocks (of INT2: a, then b, of each block); then the codes, several to
@@ -68,120 +67,98 @@ class _Levels:
     has_residual: bool = True
     encodes_sums: bool = True
 
-    def encoded_bytes(self, numel: int) -> int:
-        return aligned(self._used_bytes(numel))
+    def encode_part(
+        self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
+        has_residual: bool,
+    ) -> None:  # fmt: skip
+        scales, codes = self._sections(data, numel, where)
+        blocks = self._blocks(part, scales.shape[1])
+        magnitudes, large = (each[: blocks.numel()].view(blocks.shape) for each in scratch)
+        unit, exponent = self._magnitudes(blocks, magnitudes)
+        means = self._means(magnitudes, large, self._count(part, blocks)).mul_(unit)
+        means.masked_fill_(exponent == _NOT_FINITE, torch.nan)
+        means.view(torch.int32).bitwise_and_(-1 << _DROPPED_BITS)
+        scales.copy_(means)
+        negative = magnitudes
+        if self.base == 3:
+            large.copysign_(blocks)
+        else:
+            limit = torch.zeros_like(unit).masked_fill_(exponent < _LEAST_EXPONENT, -torch.inf)
+            torch.lt(blocks, limit, out=negative)
+        self._pack(large, negative, part.shape[1], codes)
+        if has_residual:
+            self._add_levels(blocks, means, large, negative, factor=-1.0)
+            self._copy_back(blocks, part)
 
-    def encode(
-        self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        data = target(self, values, out)
-        scratch = self._scratch(values)
-        for where, scales, codes in self._parts(data, values):
-            part = values[where] if residual is None else residual[where].add_(values[where])
-            rows = self._rows(part, len(scales))
-            magnitudes, large = (each[: rows.numel()].view_as(rows) for each in scratch)
-            unit, exponent = self._magnitudes(rows, magnitudes)
-            means = self._means(magnitudes, large, self._count(part, rows)).mul_(unit)
-            means.masked_fill_(exponent == _NOT_FINITE, torch.nan)
-            means.view(torch.int32).bitwise_and_(-1 << _DROPPED_BITS)
-            scales.copy_(means)
-            negative = magnitudes
-            if self.base == 3:
-                large.copysign_(rows)
-            else:
-                limit = torch.zeros_like(unit).masked_fill_(exponent < _LEAST_EXPONENT, -torch.inf)
-                torch.lt(rows, limit, out=negative)
-            self._pack(large, negative, part.numel(), codes)
-            if residual is not None:
-                self._add_levels(rows, means, large, negative, factor=-1.0)
-                if rows.numel() != part.numel():  # then they are a copy
-                    part.copy_(rows.flatten()[: part.numel()])
-        return padded(data, self._used_bytes(values.numel()))
-
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        self.add_decoded(data, out.zero_())
-
-    def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        scratch = self._scratch(total)
-        powers = torch.full((self.values_per_byte + 1, 1), 1.0 / self.base, device=data.device)
-        powers = powers.cumprod(0).mul_(self.base)
-        for where, scales, codes in self._parts(data, total):
-            part = total[where]
-            rows = self._rows(part, len(scales))
-            digits = self._unpack(codes, powers, scratch)
-            large, negative = (self._rows(each, len(scales)) for each in digits)
-            self._add_levels(rows, scales.float(), large, negative, factor=1.0)
-            if rows.numel() != part.numel():  # then they are a copy
-                part.copy_(rows.flatten()[: part.numel()])
+    def decode_part(
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        scales, codes = self._sections(data, numel, where)
+        blocks = self._blocks(out if adds else out.zero_(), scales.shape[1])
+        digits = self._unpack(codes, scratch)
+        large, negative = (self._blocks(each, scales.shape[1]) for each in digits)
+        self._add_levels(blocks, scales.float(), large, negative, factor=1.0)
+        self._copy_back(blocks, out)
 
     def _scale_bytes(self, numel: int) -> int:
         return -(-numel // self.block_numel) * self.num_scales * _BF16_BYTES
 
-    def _used_bytes(self, numel: int) -> int:
+    def used_bytes(self, numel: int) -> int:
         return self._scale_bytes(numel) + -(-numel // self.values_per_byte)
 
-    def _parts(self, data: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slabs of whole groups, then the short last group if there is one.
-
-        Yields:
-            Which values; their scales, bf16 [blocks, num_scales]; their codes, uint8 [groups, w].
-        """
-        numel, group = values.numel(), self._group_numel
-        whole = numel // group * group
-        scale_bytes = self._scale_bytes(numel)
-        blocks = -(-numel // self.block_numel)
-        scales = data[:scale_bytes].view(torch.bfloat16).view(blocks, self.num_scales)
-        codes = data[scale_bytes:]
-        last = [slice(whole, numel)] if whole < numel else []
-        for where in (*slabs(0, whole, self._step(values)), *last):
-            rows = scales[where.start // self.block_numel : -(-where.stop // self.block_numel)]
-            first, stop = (
-                where.start // self.values_per_byte,
-                -(-where.stop // self.values_per_byte),
-            )
-            groups = max((where.stop - where.start) // group, 1)
-            yield where, rows, codes[first:stop].view(groups, -1)
+    def _sections(self, data: Tensor, numel: int, where: slice) -> tuple[Tensor, Tensor]:
+        """Scales of a part, bf16 [rows, blocks, num_scales]; its codes, uint8 [rows, groups, w]."""
+        first, stop = where.start // self.block_numel, -(-where.stop // self.block_numel)
+        scales = data[:, : self._scale_bytes(numel)].view(torch.bfloat16)
+        scales = scales[:, first * self.num_scales : stop * self.num_scales]
+        begin, end = (-(-edge // self.values_per_byte) for edge in (where.start, where.stop))
+        codes = data[:, self._scale_bytes(numel) :][:, begin:end]
+        groups = max((where.stop - where.start) // self.unit, 1)
+        return scales.unflatten(1, (stop - first, -1)), codes.unflatten(1, (groups, -1))
 
     @property
-    def _group_numel(self) -> int:
+    def unit(self) -> int:
+        """Values of a group."""
         return self.block_numel * self.values_per_byte
 
-    def _step(self, values: Tensor) -> int:
-        """Values of a slab of whole groups."""
-        return max(slab_numel(values) // self._group_numel, 1) * self._group_numel
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
+        """Two, each with one number more per byte than a part has values."""
+        groups = -(-longest(parts) // self.unit)
+        numel = len(data) * groups * (self.unit + self.block_numel)
+        return [torch.empty(numel, dtype=torch.float32, device=data.device) for _ in range(2)]
 
-    def _scratch(self, values: Tensor) -> list[Tensor]:
-        """Two fp32 buffers, each with one number more per byte than a part has values."""
-        group = self._group_numel
-        groups = -(-min(values.numel(), self._step(values)) // group)
-        numel = groups * (group + self.block_numel)
-        return [torch.empty(numel, dtype=torch.float32, device=values.device) for _ in range(2)]
-
-    def _rows(self, values: Tensor, num_blocks: int) -> Tensor:
-        """Values as [num_blocks, block_numel]; where the size differs, a copy padded by zeros."""
-        missing = num_blocks * self.block_numel - values.numel()
+    def _blocks(self, values: Tensor, num_blocks: int) -> Tensor:
+        """Values [rows, n] as [rows, num_blocks, block_numel]; where the size differs, a copy,
+        padded by zeros."""
+        missing = num_blocks * self.block_numel - values.shape[1]
         if missing:
             values = torch.nn.functional.pad(values, (0, missing))  # cuts if negative
-        return values.view(num_blocks, self.block_numel)
+        return values.unflatten(1, (num_blocks, self.block_numel))
 
-    def _count(self, values: Tensor, rows: Tensor) -> Tensor | float:
-        """How many values a block has, of values in `rows`."""
-        short = values.numel() % self.block_numel
+    def _copy_back(self, blocks: Tensor, values: Tensor) -> None:
+        """Copy what `_blocks` made of values back, if it is a copy."""
+        if blocks.numel() != values.numel():
+            values.copy_(blocks.flatten(1)[:, : values.shape[1]])
+
+    def _count(self, values: Tensor, blocks: Tensor) -> Tensor | float:
+        """How many values a block has, of values in `blocks`."""
+        short = values.shape[1] % self.block_numel
         if not short:
             return float(self.block_numel)
-        count = rows.new_full((len(rows), 1), self.block_numel)
+        count = blocks.new_full((blocks.shape[1], 1), self.block_numel)
         count[-1:].fill_(short)
         return count
 
-    def _magnitudes(self, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    def _magnitudes(self, blocks: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Magnitudes as integers.
 
-        Mutates: `out`, fp32 like `rows`, which becomes them.
+        Mutates: `out`, fp32 like `blocks`, which becomes them.
 
         Returns:
             Their unit; biased exponents of the largest.
         """
-        exponent = torch.abs(rows, out=out).amax(dim=1, keepdim=True).view(torch.int32)
+        exponent = torch.abs(blocks, out=out).amax(dim=2, keepdim=True).view(torch.int32)
         exponent >>= _MANTISSA_BITS
         shift = self.block_numel.bit_length() - _EXACT_BITS
         unit = (exponent + shift).clamp_(min=1)
@@ -190,50 +167,50 @@ class _Levels:
         return _power_of_two(unit), exponent
 
     def _means(self, magnitudes: Tensor, large: Tensor, count: Tensor | float) -> Tensor:
-        """Means that become scales, [blocks, num_scales].
+        """Means that become scales, [rows, blocks, num_scales].
 
         Mutates: if there are several levels, `large`, which becomes 1 for large values and else 0,
         and `magnitudes`, which become 0 for others.
         """
-        total = magnitudes.sum(dim=1, keepdim=True)
+        total = magnitudes.sum(dim=2, keepdim=True)
         if self.base == 2:
             return total / count
         # Exact as a comparison of integers: of B addends below 2^24 / B, no quotient that is
         # not an integer is rounded to one.
         threshold = (total / count).clamp_(min=1.0)
         torch.ge(magnitudes, threshold, out=large)
-        large_total = magnitudes.mul_(large).sum(dim=1, keepdim=True)
-        number = large.sum(dim=1, keepdim=True)
+        large_total = magnitudes.mul_(large).sum(dim=2, keepdim=True)
+        number = large.sum(dim=2, keepdim=True)
         high = large_total / number.clamp(min=1.0)
         if self.num_scales == 1:
             return high
         low = (total - large_total) / (count - number).clamp_(min=1.0)
-        return torch.cat((low, high), dim=1)
+        return torch.cat((low, high), dim=2)
 
     def _add_levels(
-        self, rows: Tensor, scales: Tensor, large: Tensor, negative: Tensor, *, factor: float
+        self, blocks: Tensor, scales: Tensor, large: Tensor, negative: Tensor, *, factor: float
     ) -> None:
         """Add the levels of codes. All products but one are zeros: only the sum is rounded.
 
-        Mutates: `rows`, `large`, `negative`.
+        Mutates: `blocks`, `large`, `negative`.
 
         Args:
-            rows: fp32 [blocks, block_numel], to add to.
-            scales: fp32 [blocks, num_scales].
-            large: like `rows`; for INT2 1 or 0, for TERNARY 1, -1 or 0.
-            negative: like `rows`; for INT2 and SIGN 1 or 0.
+            blocks: fp32 [rows, blocks, block_numel], to add to.
+            scales: fp32 [rows, blocks, num_scales].
+            large: like `blocks`; for INT2 1 or 0, for TERNARY 1, -1 or 0.
+            negative: like `blocks`; for INT2 and SIGN 1 or 0.
             factor: 1 or -1, multiplied to the levels.
         """
         if self.base == 3:
-            rows.addcmul_(large, scales, value=factor)
+            blocks.addcmul_(large, scales, value=factor)
             return
         if self.base == 4:
             large.addcmul_(large, negative, value=-2.0)
         signs = torch.sub(torch.ones(()), negative, alpha=2.0, out=negative)
         if self.base == 4:
-            rows.addcmul_(large, scales[:, 1:], value=factor)
+            blocks.addcmul_(large, scales[..., 1:], value=factor)
             signs.sub_(large)
-        rows.addcmul_(signs, scales[:, :1], value=factor)
+        blocks.addcmul_(signs, scales[..., :1], value=factor)
 
     def _pack(self, large: Tensor, negative: Tensor, numel: int, codes: Tensor) -> None:
         """Pack digits.
@@ -243,8 +220,8 @@ class _Levels:
         Args:
             large: of `_add_levels`.
             negative: of `_add_levels`.
-            numel: how many values there are, without padding.
-            codes: uint8 [groups, w].
+            numel: how many values of a row there are, without padding.
+            codes: uint8 [rows, groups, w].
         """
         digits = negative if self.base == 2 else large
         packed = self._joined(digits, numel, codes)
@@ -254,42 +231,43 @@ class _Levels:
 
     def _joined(self, digits: Tensor, numel: int, codes: Tensor) -> Tensor:
         """Numbers whose digits are these, fp32 like `codes`."""
-        digits, missing = digits.flatten()[:numel], codes.numel() * self.values_per_byte - numel
+        digits, (_, groups, width) = digits.flatten(1)[:, :numel], codes.shape
+        missing = groups * width * self.values_per_byte - numel
         if missing:
             digits = torch.nn.functional.pad(digits, (0, missing))
-        *planes, joined = digits.view(len(codes), self.values_per_byte, -1).unbind(1)
+        *planes, joined = digits.unflatten(1, (groups, self.values_per_byte, width)).unbind(2)
         for plane in reversed(planes):
             joined = torch.add(plane, joined, alpha=self.base)
         return joined
 
-    def _unpack(
-        self, codes: Tensor, powers: Tensor, scratch: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _unpack(self, codes: Tensor, scratch: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Inverse of `_pack`.
 
         Args:
-            codes: uint8 [groups, w].
-            powers: of 1 / base, from 1 on, [values_per_byte + 1, 1].
+            codes: uint8 [rows, groups, w].
             scratch: mutated; the digits are in it.
 
         Returns:
-            fp32 [values]: `large` and `negative` of `_add_levels`.
+            fp32 [rows, values]: `large` and `negative` of `_add_levels`.
         """
-        numel, width = codes.numel() * self.values_per_byte, codes.shape[1]
-        quotients = scratch[0][: numel + codes.numel()].view(len(codes), -1, width)
+        rows, groups, width = codes.shape
+        shape, size = (rows, groups, self.values_per_byte, width), self.values_per_byte
+        numel = codes.numel() * size
+        powers = torch.full((size + 1, 1), 1.0 / self.base, device=codes.device)
+        powers = powers.cumprod(0).mul_(self.base)  # of 1 / base, from 1 on
+        quotients = scratch[0][: numel + codes.numel()].view(rows, groups, size + 1, width)
         digits, negative = scratch[1][:numel], scratch[0][:numel]
         if self.base == 3:
-            numbers = codes.view(torch.int8).float().unsqueeze(1)
+            numbers = codes.view(torch.int8).float().unsqueeze(2)
             torch.mul(numbers, powers, out=quotients).round_()  # the digits are -1, 0 and 1
         else:
-            torch.mul(codes.float().unsqueeze(1), powers, out=quotients).floor_()
-        planes = digits.view(len(codes), -1, width)
-        torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=self.base, out=planes)
-        if self.base == 2:
-            return digits, digits
+            torch.mul(codes.float().unsqueeze(2), powers, out=quotients).floor_()
+        planes = digits.view(shape)
+        torch.sub(quotients[:, :, :-1], quotients[:, :, 1:], alpha=self.base, out=planes)
         if self.base == 4:
             digits.sub_(torch.ge(digits, 2.0, out=negative), alpha=2.0)
-        return digits, negative
+        digits = digits.view(rows, -1)
+        return digits, digits if self.base == 2 else negative.view(rows, -1)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

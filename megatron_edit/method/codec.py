@@ -24,10 +24,9 @@ their residual is not finite either. They never decode to a wrong finite number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,34 +41,37 @@ _ALIGNMENT = 4  # so that scales in concatenated encodings can be viewed in plac
 _CODES_PER_OCTAVE = 8  # of the logarithmic codecs
 _SIGN = 128  # in a code with a sign
 _MANTISSA = (1 << 23) - 1  # of fp32 bits
+_BAG = 256  # values; on the CPU each width costs 600 KiB of code that is generated for it
 _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; less becomes 0
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Encodes fp32 numbers to bytes and decodes them.
 
-    Scratch: 4 bytes for each of at most 262144 values on the CPU, of 2^24 elsewhere; up to 16 bytes
-    for codecs of 2 bits per value and less.
+    All rows of a call are encoded in the same launches (large ones apart, in about as many), each
+    as if it were alone. Rows may have a stride, of encoded ones a multiple of 4 bytes; the elements
+    of a row are contiguous.
+
+    Scratch: 4 bytes for each of at most 262144 values on the CPU, of 2^24 elsewhere, or of a unit
+    of each row if that is more; up to 16 bytes for codecs of 2 bits per value and less. A sum of
+    rows takes up to 8 bytes more.
+
+    Attributes:
+        name: in settings and messages.
+        has_residual: whether it is so coarse that it needs error feedback.
+        encodes_sums: whether sums of decoded values are encoded, too; else every rank gets all
+            addends.
+        block_numel: values that share a scale; a split inside a block needs one more scale.
     """
 
-    @property
-    def name(self) -> str:
-        """Name in settings and messages."""
-
-    @property
-    def has_residual(self) -> bool:
-        """Whether it is so coarse that it needs error feedback."""
-
-    @property
-    def encodes_sums(self) -> bool:
-        """Whether sums of decoded values are encoded, too; else every rank gets all addends."""
-
-    @property
-    def block_numel(self) -> int:
-        """Values that share a scale; a split inside a block needs one more scale."""
+    name: str
+    has_residual: bool
+    encodes_sums: bool
+    block_numel: int
 
     def encoded_bytes(self, numel: int) -> int:
         """Size of `numel` encoded values in bytes, a multiple of 4."""
+        return aligned(self.used_bytes(numel))
 
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
@@ -80,13 +82,33 @@ class Codec(Protocol):
         first multiplies it by its `residual_decay`.)
 
         Args:
-            values: fp32 [n], contiguous.
-            residual: fp32 [n] on the same device, added to the values before they are encoded.
-            out: uint8 [encoded_bytes(n)] at a multiple of 4 bytes; None allocates one.
+            values: fp32 [n] or [rows, n].
+            residual: like `values`, on the same device, added to them before they are encoded.
+            out: uint8 [encoded_bytes(n)] or [rows, encoded_bytes(n)] at a multiple of 4 bytes; None
+                allocates one.
 
         Returns:
             `out`.
         """
+        data = self._target(values, out)
+        rest = None if residual is None else torch.atleast_2d(residual)
+        for rows in self._together(torch.atleast_2d(values)):
+            self._encode_rows(
+                torch.atleast_2d(values)[rows],
+                None if rest is None else rest[rows],
+                torch.atleast_2d(data)[rows],
+            )
+        return data
+
+    def _encode_rows(self, rows: Tensor, rest: Tensor | None, coded: Tensor) -> None:
+        numel = rows.shape[1]
+        parts = self._parts(coded, numel)
+        scratch = self.scratch(coded, parts, decodes=False)
+        for where in parts:
+            part = rows[:, where] if rest is None else rest[:, where].add_(rows[:, where])
+            self.encode_part(part, coded, numel, where, scratch, has_residual=rest is not None)
+        if self.used_bytes(numel) < coded.shape[1]:
+            coded[:, self.used_bytes(numel) :].zero_()  # so that equal values have equal bytes
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode to fp32, the inverse of `encode` up to its rounding.
@@ -94,19 +116,118 @@ class Codec(Protocol):
         Mutates: `out`.
 
         Args:
-            data: uint8 [encoded_bytes(n)] at a multiple of 4 bytes.
-            out: fp32 [n], contiguous.
+            data: uint8 [encoded_bytes(n)] or [rows, encoded_bytes(n)] at a multiple of 4 bytes.
+            out: fp32 [n] or [rows, n].
+        """
+        for rows in self._together(torch.atleast_2d(out)):
+            coded, decoded = torch.atleast_2d(data)[rows], torch.atleast_2d(out)[rows]
+            numel = decoded.shape[1]
+            parts = self._parts(coded, numel)
+            scratch = self.scratch(coded, parts, decodes=True)
+            for where in parts:
+                self.decode_part(coded, numel, where, decoded[:, where], scratch, adds=False)
+
+    def decode_sum(self, data: Tensor, out: Tensor) -> None:
+        """Decode rows and add them in fp32, the first one to zeros, then each to the sum so far.
+
+        Mutates: `out`.
+
+        Args:
+            data: uint8 [rows, encoded_bytes(n)] at a multiple of 4 bytes.
+            out: fp32 [n].
+        """
+        if len(out) >= self.slab_numel(out):
+            self._add_rows(data, out.zero_())
+            return
+        parts = self._parts(data, len(out))
+        scratch = self.scratch(data, parts, decodes=True)
+        rows = torch.empty(len(data) * _bagged(longest(parts)), device=out.device)
+        for where in parts:
+            numel = where.stop - where.start
+            decoded = rows[: len(data) * _bagged(numel)].view(len(data), -1)
+            self.decode_part(data, len(out), where, decoded[:, :numel], scratch, adds=False)
+            out[where] = _sum_of_rows(decoded)[:numel]
+
+    def _add_rows(self, data: Tensor, total: Tensor) -> None:
+        """Add decoded rows one after another, of which each fills slabs."""
+        parts = self._parts(data[:1], len(total))
+        scratch = self.scratch(data[:1], parts, decodes=False)
+        for where in parts:
+            out = total[where].unsqueeze(0)
+            for row in data.split(1):
+                self.decode_part(row, len(total), where, out, scratch, adds=True)
+
+    @property
+    def unit(self) -> int:
+        """Values of a row that are encoded or decoded together at least: a block, or several."""
+        return self.block_numel
+
+    def slab_numel(self, data: Tensor) -> int:
+        """Values of all rows that are encoded or decoded together on the device of `data`."""
+        return slab_numel(data)
+
+    def _together(self, rows: Tensor) -> list[slice]:
+        """Which rows [rows, n] are encoded or decoded in the same launches: all, or if each fills
+        slabs, as the launches are as few, each alone."""
+        step = 1 if rows.shape[1] >= self.slab_numel(rows) else len(rows)
+        return slabs(0, len(rows), step)
+
+    def _parts(self, data: Tensor, numel: int) -> list[slice]:
+        """Slabs of whole units of `numel` values, of all rows of `data`; then the short last unit
+        if there is one."""
+        unit = self.unit
+        whole = numel // unit * unit
+        step = max(self.slab_numel(data) // len(data) // unit, 1) * unit
+        return [*slabs(0, whole, step), *slabs(whole, numel, unit)]
+
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
+        """fp32 buffers that every part uses, each for the longest part of all rows of `data`; empty
+        ones where they are only needed to encode or to add."""
+        numel = 0 if decodes else len(data) * longest(parts)
+        return [torch.empty(numel, dtype=torch.float32, device=data.device)]
+
+    def _target(self, values: Tensor, out: Tensor | None) -> Tensor:
+        """Return the output of `encode`, after checking the arguments."""
+        assert values.dtype == torch.float32, values.dtype
+        shape = (*values.shape[:-1], self.encoded_bytes(values.shape[-1]))
+        if out is None:
+            return torch.empty(shape, dtype=torch.uint8, device=values.device)
+        assert out.shape == shape, f"{self.name}: {tuple(out.shape)} bytes for {shape}"
+        return out
+
+    @abstractmethod
+    def used_bytes(self, numel: int) -> int:
+        """Size of `numel` encoded values in bytes, without zeros at the end."""
+
+    @abstractmethod
+    def encode_part(
+        self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
+        has_residual: bool,
+    ) -> None:  # fmt: skip
+        """Encode some values of each row.
+
+        Mutates: `data`; `scratch`; and with a residual `part`, which becomes the encoding error.
+
+        Args:
+            part: fp32 [rows, values], of `_parts`.
+            data: uint8 [rows, bytes].
+            numel: values of a whole row.
+            where: which of them `part` is.
+            scratch: of `scratch`.
+            has_residual: whether to leave the encoding error in `part`.
         """
 
-    def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        """Add the decoded values to `total`, with the rounding of the sum only.
-
-        Mutates: `total`.
-        """
+    @abstractmethod
+    def decode_part(
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        """Inverse of `encode_part`: write to `out`, fp32 [rows, values], or add to it. Mutates it,
+        and `scratch`."""
 
 
 @dataclass(frozen=True)
-class _BFloat16:
+class _BFloat16(Codec):
     """The upper half of the fp32 bits, rounded to even; beyond 3.39e38 it is infinity."""
 
     name: str = constants.BF16
@@ -114,36 +235,33 @@ class _BFloat16:
     encodes_sums: bool = True
     block_numel: int = 1
 
-    def encoded_bytes(self, numel: int) -> int:
-        return aligned(2 * numel)
+    def used_bytes(self, numel: int) -> int:
+        return 2 * numel
 
-    def encode(
-        self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        data = target(self, values, out)
-        numel = values.numel()
-        halves = data[: 2 * numel].view(torch.bfloat16)
-        if residual is None:
-            halves.copy_(values)
+    def encode_part(
+        self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
+        has_residual: bool,
+    ) -> None:  # fmt: skip
+        sent = self._halves(data, numel, where).copy_(part)
+        if has_residual:
+            part.sub_(scratch[0][: part.numel()].view(part.shape).copy_(sent))
+
+    def decode_part(
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        halves = self._halves(data, numel, where)
+        if adds:
+            out.add_(scratch[0][: out.numel()].view(out.shape).copy_(halves))
         else:
-            scratch = _scratch(values)
-            for where in slabs(0, numel, slab_numel(values)):
-                rest, sent = residual[where].add_(values[where]), halves[where]
-                rest.sub_(scratch[: sent.numel()].copy_(sent.copy_(rest)))
-        return padded(data, 2 * numel)
+            out.copy_(halves)
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        out.copy_(data[: 2 * out.numel()].view(torch.bfloat16))
-
-    def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        halves, scratch = data[: 2 * total.numel()].view(torch.bfloat16), _scratch(total)
-        for where in slabs(0, total.numel(), slab_numel(total)):
-            part = halves[where]
-            total[where].add_(scratch[: part.numel()].copy_(part))
+    def _halves(self, data: Tensor, numel: int, where: slice) -> Tensor:
+        return data[:, : 2 * numel].view(torch.bfloat16)[:, where]
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _Blocks(Codec):
     """Symmetric integers -top..top, in blocks that share a scale.
 
     Bytes: the scales of all blocks, then the codes of all blocks, then zeros up to a multiple of 4.
@@ -168,40 +286,37 @@ class _Blocks:
     has_residual: bool = True
     encodes_sums: bool = True
 
-    def encoded_bytes(self, numel: int) -> int:
-        return aligned(self._scale_bytes(numel) + self._code_bytes(numel))
+    def encode_part(
+        self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
+        has_residual: bool,
+    ) -> None:  # fmt: skip
+        scales, codes = self._sections(data, numel, where)
+        blocks = part.view(len(part), scales.shape[1], -1)
+        work = scratch[0][: part.numel()].view(blocks.shape)
+        scale = self._scale(torch.abs(blocks, out=work).amax(dim=2, keepdim=True))
+        scales.copy_(scale)
+        inverse = scale.reciprocal().nan_to_num_(nan=0.0, posinf=0.0)  # zeros stay zeros
+        rounded = torch.mul(blocks, inverse, out=work).round_()
+        if has_residual:
+            blocks.addcmul_(rounded, scale, value=-1.0)
+        self._pack(rounded, codes)
 
-    def encode(
-        self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        data = target(self, values, out)
-        numel, scratch = values.numel(), _scratch(values)
-        for where, scales, codes in self._parts(data, values):
-            part = values[where] if residual is None else residual[where].add_(values[where])
-            rows = part.view(len(scales), -1)
-            work = scratch[: part.numel()].view_as(rows)
-            scale = self._scale(torch.abs(rows, out=work).amax(dim=1, keepdim=True))
-            scales.copy_(scale)
-            inverse = scale.reciprocal().nan_to_num_(nan=0.0, posinf=0.0)  # zeros stay zeros
-            rounded = torch.mul(rows, inverse, out=work).round_()
-            if residual is not None:
-                rows.addcmul_(rounded, scale, value=-1.0)
-            self._pack(rounded, codes)
-        return padded(data, self._scale_bytes(numel) + self._code_bytes(numel))
-
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        for where, scales, codes in self._parts(data, out):
-            rows = out[where].view(len(scales), -1)
-            self._unpack(codes, rows)
-            rows.mul_(scales.float())
-
-    def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        scratch = _scratch(total)
-        for where, scales, codes in self._parts(data, total):
-            rows = total[where].view(len(scales), -1)
-            work = scratch[: rows.numel()].view_as(rows)
+    def decode_part(
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        scales, codes = self._sections(data, numel, where)
+        blocks = out.view(len(out), scales.shape[1], -1)
+        if adds:
+            work = scratch[0][: out.numel()].view(blocks.shape)
             self._unpack(codes, work)
-            rows.addcmul_(work, scales.float())
+            blocks.addcmul_(work, scales.float())
+        else:
+            self._unpack(codes, blocks)
+            blocks.mul_(scales.float())
+
+    def used_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) + self._code_bytes(numel)
 
     def _scale_bytes(self, numel: int) -> int:
         return -(-numel // self.block_numel) * int(self.scale_dtype.itemsize)
@@ -211,39 +326,32 @@ class _Blocks:
         full, rest = divmod(numel, self.block_numel)
         return full * (self.block_numel // self.values_per_byte) + -(-rest // self.values_per_byte)
 
-    def _parts(self, data: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slabs of whole blocks, then the short last block if there is one.
-
-        Yields:
-            Which values; their scales [rows, 1], stored; their codes, int8 [rows, bytes].
-        """
-        numel, block = values.numel(), self.block_numel
-        whole = numel // block * block
-        scales = data[: self._scale_bytes(numel)].view(self.scale_dtype)
-        codes = data[self._scale_bytes(numel) :].view(torch.int8)
-        last = [slice(whole, numel)] if whole < numel else []
-        for where in (*slabs(0, whole, slab_numel(values)), *last):
-            rows = scales[where.start // block : -(-where.stop // block)].unsqueeze(1)
-            held = codes[self._code_bytes(where.start) : self._code_bytes(where.stop)]
-            yield where, rows, held.view(len(rows), -1)
+    def _sections(self, data: Tensor, numel: int, where: slice) -> tuple[Tensor, Tensor]:
+        """Scales [rows, blocks, 1], stored, and codes, int8 [rows, blocks, bytes], of a part."""
+        first, stop = where.start // self.block_numel, -(-where.stop // self.block_numel)
+        scales = data[:, : self._scale_bytes(numel)].view(self.scale_dtype)[:, first:stop]
+        codes = data[:, self._scale_bytes(numel) :].view(torch.int8)
+        held = codes[:, self._code_bytes(where.start) : self._code_bytes(where.stop)]
+        return scales.unsqueeze(2), held.view(len(data), stop - first, -1)
 
     def _scale(self, largest: Tensor) -> Tensor:
         """fp32 scales: 0 for a block of zeros, not finite for a block that is not finite.
 
         Args:
-            largest: fp32 [rows, 1], largest magnitude of each block.
+            largest: fp32 [rows, blocks, 1], largest magnitude of each block.
         """
         scale = largest / self.top
         scale.view(torch.int32).bitwise_and_(-1 << self.spare_bits)
         return torch.nn.functional.threshold_(scale, _SMALLEST_SCALE, 0.0)
 
     def _pack(self, rounded: Tensor, codes: Tensor) -> None:
-        """Pack integers, fp32 [rows, values], into int8 [rows, bytes]. Mutates both."""
+        """Pack integers, fp32 [rows, blocks, values], into int8 [rows, blocks, bytes]. Mutates
+        both."""
         if self.values_per_byte == 2:
-            half = codes.shape[1]
-            second = rounded[:, half:]
-            rounded[:, : second.shape[1]].add_(second, alpha=16.0)
-            rounded = rounded[:, :half]
+            half = codes.shape[2]
+            second = rounded[..., half:]
+            rounded[..., : second.shape[2]].add_(second, alpha=16.0)
+            rounded = rounded[..., :half]
         codes.copy_(rounded)
 
     def _unpack(self, codes: Tensor, out: Tensor) -> None:
@@ -251,15 +359,15 @@ class _Blocks:
         if self.values_per_byte == 1:
             out.copy_(codes)
             return
-        half = codes.shape[1]
+        half = codes.shape[2]
         seconds = (codes + 8) >> 4  # the first value is -7..7: it never carries
-        first, second = out[:, :half], out[:, half:]
-        second.copy_(seconds[:, : second.shape[1]])
+        first, second = out[..., :half], out[..., half:]
+        second.copy_(seconds[..., : second.shape[2]])
         first.copy_(codes - (seconds << 4))
 
 
 @dataclass(frozen=True)
-class _LogBlocks:
+class _LogBlocks(Codec):
     """Base-2 logarithms in eighths of an octave, in blocks that share an exponent.
 
     A block has the exponent e of its largest magnitude. Code c > 0 stands for the magnitudes from
@@ -292,43 +400,43 @@ class _LogBlocks:
     has_residual: bool = False
     encodes_sums: bool = True
 
-    def encoded_bytes(self, numel: int) -> int:
-        return aligned(self._exponent_bytes(numel) + numel)
+    def used_bytes(self, numel: int) -> int:
+        return self._exponent_bytes(numel) + numel
 
-    def encode(
-        self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        assert residual is None, f"{self.name} has no error feedback"
-        data = target(self, values, out)
-        bounds = _bounds().to(values.device)
-        for where, exponents, codes in self._parts(data, values):
-            rows = values[where].view(len(exponents), -1)
-            bits = rows.abs().view(torch.int32)  # they order as the magnitudes do
-            largest = bits.amax(dim=1, keepdim=True)
-            exponent = (largest >> 23).clamp_(min=self._least_exponent)
-            exponents.copy_(exponent * (largest > 0))
-            if not self.is_signed:
-                bits.masked_fill_(rows < 0, 0)
-            code = (bits >> 23).sub_(exponent).mul_(_CODES_PER_OCTAVE)
-            code += torch.bucketize(bits & _MANTISSA, bounds, out_int32=True, right=True)
-            code += self.top - _CODES_PER_OCTAVE + 1
-            code.clamp_(min=0 if self.is_signed else 1, max=self.top)
-            if self.is_signed:
-                code += ((rows < 0) & (code > 0)) * _SIGN
-            else:
-                code.masked_fill_(bits == 0, 0)
-            codes.copy_(code)
-        return padded(data, self._exponent_bytes(values.numel()) + values.numel())
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
+        return []
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        for where, exponents, codes in self._parts(data, out):
-            rows = out[where].view(len(exponents), -1)
-            rows.copy_(self._unscaled(codes)).mul_(_power_of_two(exponents))
+    def encode_part(
+        self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
+        has_residual: bool,
+    ) -> None:  # fmt: skip
+        assert not has_residual, f"{self.name} has no error feedback"
+        exponents, codes = self._sections(data, numel, where)
+        blocks, bounds = part.view(len(part), exponents.shape[1], -1), _bounds().to(part.device)
+        bits = blocks.abs().view(torch.int32)  # they order as the magnitudes do
+        largest = bits.amax(dim=2, keepdim=True)
+        exponent = (largest >> 23).clamp_(min=self._least_exponent)
+        exponents.copy_(exponent * (largest > 0))
+        if not self.is_signed:
+            bits.masked_fill_(blocks < 0, 0)
+        code = (bits >> 23).sub_(exponent).mul_(_CODES_PER_OCTAVE)
+        code += torch.bucketize(bits & _MANTISSA, bounds, out_int32=True, right=True)
+        code += self.top - _CODES_PER_OCTAVE + 1
+        code.clamp_(min=0 if self.is_signed else 1, max=self.top)
+        if self.is_signed:
+            code += ((blocks < 0) & (code > 0)) * _SIGN
+        else:
+            code.masked_fill_(bits == 0, 0)
+        codes.copy_(code)
 
-    def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        for where, exponents, codes in self._parts(data, total):
-            rows = total[where].view(len(exponents), -1)
-            rows.add_(self._unscaled(codes).mul_(_power_of_two(exponents)))
+    def decode_part(
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        exponents, codes = self._sections(data, numel, where)
+        blocks = out.view(len(out), exponents.shape[1], -1)
+        decoded = self._unscaled(codes).mul_(_power_of_two(exponents))
+        blocks.add_(decoded) if adds else blocks.copy_(decoded)
 
     def _exponent_bytes(self, numel: int) -> int:
         return -(-numel // self.block_numel)
@@ -338,24 +446,17 @@ class _LogBlocks:
         """Smallest biased exponent at which code 1 is a normal number, which no device flushes."""
         return 1 + -(-self.top // _CODES_PER_OCTAVE)
 
-    def _parts(self, data: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slabs of whole blocks, then the short last block if there is one.
-
-        Yields:
-            Which values; their exponents [rows, 1], stored; their codes, uint8 [rows, values].
-        """
-        numel, block = values.numel(), self.block_numel
-        whole = numel // block * block
-        codes = data[self._exponent_bytes(numel) :]
-        last = [slice(whole, numel)] if whole < numel else []
-        for where in (*slabs(0, whole, slab_numel(values)), *last):
-            exponents = data[where.start // block : -(-where.stop // block)].unsqueeze(1)
-            yield where, exponents, codes[where].view(len(exponents), -1)
+    def _sections(self, data: Tensor, numel: int, where: slice) -> tuple[Tensor, Tensor]:
+        """Exponents [rows, blocks, 1], stored, and codes, uint8 [rows, blocks, values], of a
+        part."""
+        first, stop = where.start // self.block_numel, -(-where.stop // self.block_numel)
+        codes = data[:, self._exponent_bytes(numel) :][:, where]
+        return data[:, first:stop].unsqueeze(2), codes.view(len(data), stop - first, -1)
 
     def _unscaled(self, codes: Tensor) -> Tensor:
-        """fp32 [rows, values]: decoded codes, divided by 2^e of their block."""
+        """fp32 like `codes`: decoded codes, divided by 2^e of their block."""
         table = _log_table(self.top, self.is_signed).to(codes.device)
-        return table.index_select(0, codes.flatten().int()).view(codes.shape)
+        return table.index_select(0, codes.int().flatten()).view(codes.shape)
 
 
 @cache
@@ -398,7 +499,7 @@ def aligned(nbytes: int) -> int:
 
 
 def slab_numel(values: Tensor) -> int:
-    """Values that are encoded or decoded together."""
+    """Elements that are worked on together on the device of `values`."""
     return _SLAB_NUMEL.get(values.device.type, _SLAB_NUMEL_ELSEWHERE)
 
 
@@ -407,26 +508,28 @@ def slabs(start: int, stop: int, step: int) -> list[slice]:
     return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
-def _scratch(values: Tensor) -> Tensor:
-    numel = min(values.numel(), slab_numel(values))
-    return torch.empty(numel, dtype=torch.float32, device=values.device)
+def longest(parts: list[slice]) -> int:
+    """The most values of a slab; 0 if there are none."""
+    return max((part.stop - part.start for part in parts), default=0)
 
 
-def padded(data: Tensor, used: int) -> Tensor:
-    """Zero the bytes after the codes, so that equal values have equal bytes."""
-    if used < data.numel():
-        data[used:].zero_()
-    return data
+def _bagged(numel: int) -> int:
+    return -(-numel // _BAG) * _BAG
 
 
-def target(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
-    """Return the output of `encode`, after checking the arguments."""
-    assert values.dtype == torch.float32 and values.dim() == 1, (values.dtype, values.shape)
-    size = codec.encoded_bytes(values.numel())
-    if out is None:
-        return torch.empty(size, dtype=torch.uint8, device=values.device)
-    assert out.shape == (size,), f"{codec.name}: {tuple(out.shape)} bytes for {size}"
-    return out
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """Sum fp32 [rows, n] to [n], row after row from zeros, in a number of launches that does not
+    depend on the rows.
+
+    Args:
+        rows: contiguous; n is a multiple of `_BAG`.
+    """
+    # No reduction has this order on all devices. On a GPU a thread of `embedding_bag` adds the
+    # entries of a bag in a loop, and so does a CPU.
+    num_rows, num_bags = len(rows), rows.shape[1] // _BAG
+    entries = torch.arange(num_rows * num_bags, device=rows.device).view(num_rows, num_bags)
+    bags = rows.view(-1, _BAG)
+    return torch.nn.functional.embedding_bag(entries.t(), bags, mode="sum").flatten()
 
 
 BF16: Codec = _BFloat16()

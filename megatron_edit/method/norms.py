@@ -40,10 +40,10 @@ def fused_sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
 def sum_in_rank_order(rows: Tensor) -> Tensor:
     """Sum [ranks, ...] over the ranks, first to last: the same bits on every rank.
 
-    A cumulative sum, which is one launch for any number of ranks. For a single column a GPU may use
-    another order, so a single number is duplicated.
+    As a bag of embeddings, which is one launch for any number of ranks, and adds them in this order
+    on all devices. (PyTorch refuses a cumulative sum on a GPU with `--deterministic-mode`.)
     """
     columns = rows.reshape(len(rows), -1)
-    if columns.shape[1] == 1:
-        columns = columns.expand(-1, 2)
-    return columns.cumsum(dim=0)[-1, : rows[0].numel()].reshape(rows.shape[1:])
+    ranks = torch.arange(len(rows), device=rows.device).unsqueeze(0)
+    summed = torch.nn.functional.embedding_bag(ranks, columns, mode="sum")
+    return summed.reshape(rows.shape[1:])

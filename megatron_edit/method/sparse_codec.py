@@ -14,7 +14,8 @@ The residual is multiplied by 0.95 before the values are added to it.
 A sum of decoded values may have as many non-zero values as all addends together: it is not encoded
 again.
 
-Non-finite input: as in `codec.py`. Scratch: that of `codec.py`, and half a byte for each value.
+Non-finite input: as in `codec.py`. Scratch: 4 bytes for each of at most 2^20 values on the CPU, of
+2^24 elsewhere; 20 in encoding.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from megatron_edit import constants
 from megatron_edit.method.coarse_codecs import INT2_OF_64
-from megatron_edit.method.codec import Codec, aligned, slab_numel, slabs, target
+from megatron_edit.method.codec import Codec
 
 _BLOCK = 4096
 _KEPT = 64  # of a block
@@ -37,7 +38,7 @@ _LEAST_BITS = (127 - 100) << 23  # of 2^-100, as in `coarse_codecs`
 
 
 @dataclass(frozen=True)
-class _Largest:
+class _Largest(Codec):
     """The largest values of each block.
 
     Bytes: the kept values, encoded, in the order of their indices; then the indices, two in three
@@ -53,119 +54,150 @@ class _Largest:
     encodes_sums: bool = False
     residual_decay: float = 0.95
 
-    def encoded_bytes(self, numel: int) -> int:
-        kept = _num_kept(numel)
-        return INT2_OF_64.encoded_bytes(kept) + aligned(_index_bytes(kept))
-
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        data = target(self, values, out)
         if residual is not None:
-            values = residual.mul_(self.residual_decay).add_(values)
-        places = _largest(values)
-        levels, indices = self._parts(data, values.numel())
-        kept = values[places]
-        INT2_OF_64.encode(kept, out=levels)
-        _pack(places % _BLOCK, indices)
-        if residual is not None:
-            sent = torch.empty_like(kept)
-            INT2_OF_64.decode(levels, sent)
-            residual[places] = kept.sub_(sent)
-            for rows, poison in _poisoned(residual, sent):
-                rows.sub_(poison)
+            residual.mul_(self.residual_decay)
+        data = super().encode(values, residual=residual, out=out)
+        kept = _num_kept(values.shape[-1])
+        data[..., INT2_OF_64.used_bytes(kept) : INT2_OF_64.encoded_bytes(kept)].zero_()
         return data
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        sent, places = self._decoded(data, out)
-        for rows, poison in _poisoned(out, sent):
-            rows.copy_(poison)
-        out[places] = sent
+    def used_bytes(self, numel: int) -> int:
+        kept = _num_kept(numel)
+        return INT2_OF_64.encoded_bytes(kept) + _index_bytes(kept)
 
-    def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        sent, places = self._decoded(data, total)
-        for rows, poison in _poisoned(total, sent):
-            rows.add_(poison)
-        total[places] = sent.add_(total[places])
+    @property
+    def unit(self) -> int:
+        return INT2_OF_64.unit * _SHARE
 
-    def _parts(self, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The bytes of the kept values, and those of the indices, of `numel` values."""
-        used = INT2_OF_64.encoded_bytes(_num_kept(numel))
-        return data[:used], data[used:]
+    def slab_numel(self, data: Tensor) -> int:
+        # On the CPU more than usual, as most operators take only the kept values.
+        return super().slab_numel(data) * (4 if data.device.type == "cpu" else 1)
 
-    def _decoded(self, data: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept values, fp32, and their places in a tensor like `like`, int64."""
-        levels, indices = self._parts(data, like.numel())
-        sent = torch.empty(_num_kept(like.numel()), dtype=torch.float32, device=data.device)
-        INT2_OF_64.decode(levels, sent)
-        return sent, _unpack(indices, sent.numel())
+    def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
+        return INT2_OF_64.scratch(data, [_kept_of(part) for part in parts], decodes=decodes)
+
+    def encode_part(
+        self, part: Tensor, data: Tensor, numel: int, where: slice, scratch: list[Tensor], *,
+        has_residual: bool,
+    ) -> None:  # fmt: skip
+        index = _largest(part)
+        levels, indices = self._sections(data, numel, where)
+        places = _places(index)
+        kept = part.gather(1, places)
+        INT2_OF_64.encode_part(
+            kept, levels, _num_kept(numel), _kept_of(where), scratch, has_residual=False
+        )
+        _pack(index, indices)
+        if has_residual:
+            sent = self._sent(levels, numel, where, scratch)
+            _put(kept.sub_(sent), places, part)
+            for blocks, poison in _poisoned(part, sent):
+                blocks.sub_(poison)
+
+    def decode_part(
+        self, data: Tensor, numel: int, where: slice, out: Tensor, scratch: list[Tensor], *,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        levels, indices = self._sections(data, numel, where)
+        sent = self._sent(levels, numel, where, scratch)
+        for blocks, poison in _poisoned(out, sent):
+            blocks.add_(poison) if adds else blocks.copy_(poison)
+        places = _places(_unpack(indices, sent.shape[1]))
+        _put(sent.add_(out.gather(1, places)) if adds else sent, places, out)
+
+    def _sections(self, data: Tensor, numel: int, where: slice) -> tuple[Tensor, Tensor]:
+        """The bytes of all kept values [rows, bytes], and those of the indices of a part."""
+        used, kept = INT2_OF_64.encoded_bytes(_num_kept(numel)), _kept_of(where)
+        indices = data[:, used:]
+        return data[:, :used], indices[:, _index_bytes(kept.start) : _index_bytes(kept.stop)]
+
+    def _sent(self, levels: Tensor, numel: int, where: slice, scratch: list[Tensor]) -> Tensor:
+        """The kept values of a part, decoded, fp32 [rows, kept]."""
+        kept = _kept_of(where)
+        sent = torch.empty(len(levels), kept.stop - kept.start, device=levels.device)
+        INT2_OF_64.decode_part(levels, _num_kept(numel), kept, sent, scratch, adds=False)
+        return sent
 
 
 def _num_kept(numel: int) -> int:
     return -(-numel // _SHARE)
 
 
+def _kept_of(part: slice) -> slice:
+    """Which of the kept values are those of a part, which begins where a block does."""
+    return slice(_num_kept(part.start), _num_kept(part.stop))
+
+
 def _index_bytes(kept: int) -> int:
     return 3 * -(-kept // 2)
 
 
-def _blocks(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slabs of whole blocks, then the short last block if there is one.
-
-    Yields:
-        Which values; and these, [blocks, values of a block].
-    """
-    numel = values.numel()
-    whole = numel // _BLOCK * _BLOCK
-    last = [slice(whole, numel)] if whole < numel else []
-    for where in (*slabs(0, whole, max(slab_numel(values) // _BLOCK, 1) * _BLOCK), *last):
-        yield where, values[where].view(-1, min(_BLOCK, where.stop - where.start))
+def _blocks(values: Tensor) -> list[Tensor]:
+    """Whole blocks of values [rows, n], [rows, blocks, _BLOCK]; the short last block, if there is
+    one, [rows, 1, its values]."""
+    whole = values.shape[1] // _BLOCK * _BLOCK
+    parts = (values[:, :whole].unflatten(1, (-1, _BLOCK)), values[:, whole:].unsqueeze(1))
+    return [part for part in parts if part.numel()]
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Places of the kept values, int64 [ceil(n / 64)], ascending; in blocks of zeros, the first
-    place of the block for each."""
-    found = [torch.empty(0, dtype=torch.int64, device=values.device)]
-    for where, rows in _blocks(values):
-        width = rows.shape[1]
+    """Index in its block of each kept value of [rows, n], int64 [rows, ceil(n / 64)], ascending; 0
+    for each in blocks of zeros."""
+    found = []
+    for blocks in _blocks(values):
+        width = blocks.shape[2]
         # Unique keys: the bits of magnitudes order as these do; then the lower index is larger.
         last = torch.arange(_BLOCK - 1, _BLOCK - 1 - width, -1, device=values.device)
-        keys = (rows.view(torch.int32) & 0x7FFFFFFF).long().bitwise_left_shift_(_INDEX_BITS)
-        largest = keys.bitwise_or_(last).topk(_num_kept(width), dim=1).values
-        index = (_BLOCK - 1 - (largest % _BLOCK)).sort(dim=1).values
-        index.mul_(largest[:, :1] >= _LEAST_BITS << _INDEX_BITS)
-        first = torch.arange(where.start, where.stop, _BLOCK, device=values.device)
-        found.append(index.add_(first.unsqueeze(1)).flatten())
-    return torch.cat(found)
+        keys = (blocks.view(torch.int32) & 0x7FFFFFFF).long().bitwise_left_shift_(_INDEX_BITS)
+        largest = keys.bitwise_or_(last).topk(_num_kept(width), dim=2).values
+        index = (_BLOCK - 1 - (largest % _BLOCK)).sort(dim=2).values
+        index.mul_(largest[..., :1] >= _LEAST_BITS << _INDEX_BITS)
+        found.append(index.flatten(1))
+    return torch.cat(found, dim=1)
+
+
+def _places(index: Tensor) -> Tensor:
+    """Places in a part of [rows, kept] indices in blocks, int64."""
+    first = torch.arange(index.shape[1], device=index.device).div_(_KEPT, rounding_mode="floor")
+    return first.mul_(_BLOCK) + index
+
+
+def _put(values: Tensor, places: Tensor, out: Tensor) -> None:
+    """Write values [rows, kept] to their places in each row of `out`."""
+    out[torch.arange(len(out), device=out.device).unsqueeze(1), places] = values
 
 
 def _poisoned(values: Tensor, sent: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The blocks of `values` with NaN for each that is not finite, and 0 for the others.
 
     Yields:
-        Some blocks, [blocks, values of a block], and what to combine them with, [blocks, 1].
+        Some blocks, [rows, blocks, values of a block], and what to combine them with, [rows,
+        blocks, 1].
     """
-    poison = sent[::_KEPT].abs().mul_(0.0).unsqueeze(1)
-    for where, rows in _blocks(values):
-        yield rows, poison[where.start // _BLOCK : -(-where.stop // _BLOCK)]
+    poison, first = sent[:, ::_KEPT].abs().mul_(0.0).unsqueeze(2), 0
+    for blocks in _blocks(values):
+        yield blocks, poison[:, first : first + blocks.shape[1]]
+        first += blocks.shape[1]
 
 
 def _pack(indices: Tensor, data: Tensor) -> None:
-    """Pack indices in blocks, int64 [k], into uint8 [_index_bytes(k), aligned]. Mutates `data`."""
-    pairs = torch.nn.functional.pad(indices, (0, indices.numel() % 2)).int().view(-1, 2)
-    words = (pairs[:, 0] | (pairs[:, 1] << _INDEX_BITS)).view(torch.uint8).view(-1, 4)
-    used = 3 * len(words)
-    data[:used].view(-1, 3).copy_(words[:, :3])
-    data[used:].zero_()
+    """Pack indices in blocks, int64 [rows, k], into uint8 [rows, _index_bytes(k)]. Mutates
+    `data`."""
+    pairs = torch.nn.functional.pad(indices, (0, indices.shape[1] % 2)).int().unflatten(1, (-1, 2))
+    words = (pairs[..., 0] | (pairs[..., 1] << _INDEX_BITS)).unsqueeze(2).view(torch.uint8)
+    data.unflatten(1, (-1, 3)).copy_(words[..., :3])
 
 
 def _unpack(data: Tensor, kept: int) -> Tensor:
-    """Places of `kept` packed indices, int64."""
-    words = torch.zeros(-(-kept // 2), dtype=torch.int32, device=data.device)
-    words.view(torch.uint8).view(-1, 4)[:, :3] = data[: _index_bytes(kept)].view(-1, 3)
-    pairs = torch.stack((words % _BLOCK, words >> _INDEX_BITS), dim=1).flatten()[:kept]
-    first = torch.arange(kept, device=data.device).div_(_KEPT, rounding_mode="floor")
-    return first.mul_(_BLOCK).add_(pairs)
+    """Inverse of `_pack`, int64 [rows, kept]."""
+    triples = data.unflatten(1, (-1, 3))
+    words = torch.zeros(*triples.shape[:2], 1, dtype=torch.int32, device=data.device)
+    words.view(torch.uint8)[..., :3] = triples
+    pairs = torch.cat((words % _BLOCK, words >> _INDEX_BITS), dim=2)
+    return pairs.flatten(1)[:, :kept].long()
 
 
 TOP64: Codec = _Largest()

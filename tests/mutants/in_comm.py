@@ -66,8 +66,8 @@ COMM = (
         id="comm/sum-residual-lost",
         bug="the error of the second encoding, that of the sum, is not kept as a residual",
         file="comm/compressed_all_reduce.py",
-        old="self._encode(total, summed, own, self.outgoing[0])",
-        new="self._encode(total, None, own, self.outgoing[0])",
+        old="self._encode(total, summed, own, self.outgoing[:1])",
+        new="self._encode(total, None, own, self.outgoing[:1])",
         test="pure/test_exchange.py::test_sums_equal_the_reference",
     ),
     Mutant(

@@ -51,7 +51,7 @@ def finish(exchanges: list[Exchange], order: random.Random, in_order: Sequence[G
 
 
 @pytest.mark.parametrize("has_rest", [True, False], ids=["feedback", "plain"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("name", WIRE_TYPES)
 def test_sums_equal_the_reference(name: str, size: int, has_rest: bool) -> None:
     """Bit for bit, with a left-out replica whose values are non-finite.
@@ -61,7 +61,7 @@ def test_sums_equal_the_reference(name: str, size: int, has_rest: bool) -> None:
     """
     wire, order = Wire.of(name), random.Random(size)
     has_rest = has_rest and wire.codec is not None
-    for numel in SIZES:
+    for numel in SIZES if size < 9 else SIZES[-1:]:  # of which some ranks have empty chunks
         groups, residuals = (
             two_phase_groups(size, Network()),
             Residuals.zeros(size, numel) if has_rest else None,

@@ -1,17 +1,28 @@
-"""Number of launches for a unit that lands in the forward pass, for any number of ranks."""
+"""Number of launches for a unit that lands in the forward pass, for any number of ranks; and of an
+encoded exchange, for any number of replicas."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.compressed_all_reduce import Addend
+from megatron_edit.comm.wire import Wire, start_exchange
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import FP32, WIRE_TYPES
+from megatron_edit.method import codec as codecs
+from megatron_edit.method.codec import LOG8, ULOG8, Codec
 from megatron_edit.method.norms import sum_in_rank_order
 from tests.harness.hardware_queues import Recorder
 from tests.harness.launch import REPOSITORY
-from tests.harness.traced_streams import Rank, plan_of
+from tests.harness.traced_streams import CPU, TIMEOUT, InOrderGroup, Rank, plan_of
 
 UNITS = {"embedding": (8, 2), "layer.1": (8,), "layer.2": (8,), "layer.3": (8,)}
+EVEN, UNEVEN = 1 << 19, (1 << 19) - 1  # elements; with the latter the last chunk is short
+ENCODED = [*(Wire.of(name).codec for name in WIRE_TYPES if name != FP32), LOG8, ULOG8]
 DECISION_OPERATIONS = ("aten::_local_scalar_dense", "aten::bitwise_or")
 
 
@@ -45,9 +56,51 @@ def test_launches_do_not_grow_with_ranks() -> None:
     """Would catch shards that are gathered, copied and added one by one, and any additional launch
     per unit: `docs/gpu.md` states their number."""
     counts = {num_ranks: launches(num_ranks) for num_ranks in (2, 8, 64)}
-    assert counts == {2: 26, 8: 26, 64: 26}
+    assert counts == {2: 28, 8: 28, 64: 28}
     text = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert f"per unit: {counts[2]} for any number of ranks" in text
+
+
+def exchange_launches(codec: Codec, numel: int, size: int, *, rank: int, has_rest: bool) -> int:
+    """Count kernels and collectives from the beginning of an exchange to the decoded sum."""
+    with torch.no_grad(), Recorder(lambda name, nbytes: 0.0, 1.0) as recorder:
+        streams = recorder.streams
+        group = Group(
+            InOrderGroup(streams, "sync", rank, size), rank, size, CPU, TIMEOUT, "sync",
+            make_streams=lambda device: streams,
+        )  # fmt: skip
+        rest = Wire(codec.name, codec).new_residual(numel, size, CPU) if has_rest else None
+        addend = Addend(torch.ones(numel), rest, False, codec)
+        recorder.commands.clear()
+        start_exchange(group, [addend]).wait()
+    return sum(command.kind in ("kernel", "collective") for command in recorder.commands)
+
+
+@pytest.mark.parametrize("codec", ENCODED, ids=lambda codec: codec.name)
+def test_launches_of_an_encoded_exchange_do_not_grow_with_replicas(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch rows of an exchange that are encoded, decoded or added one by one, by the first
+    and the last rank, whose chunk may be short. `docs/gpu.md` states the numbers.
+
+    A slab holds all values, as on a GPU those of units of up to 2^24 elements (with top64, which
+    decodes all addends, 2^24 / N)."""
+    monkeypatch.setitem(codecs._SLAB_NUMEL, "cpu", 64 * EVEN)
+    for has_rest in [False, True] if codec.has_residual else [False]:
+        for numel in (EVEN, UNEVEN):
+            found = {
+                size: [
+                    exchange_launches(codec, numel, size, rank=rank, has_rest=has_rest)
+                    for rank in (0, size - 1)
+                ]
+                for size in (4, 16, 64)
+            }
+            print(codec.name, "residual" if has_rest else "plain", numel, found)
+            assert found[4] == found[16] == found[64]
+            if numel == EVEN and has_rest == codec.has_residual:
+                stated = rf"\b{codec.name} {found[4][0]}\b"
+    text = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert re.search(stated, text)
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (7,), (64,), (1000,), (3, 5), (64, 129), (4, 0)])

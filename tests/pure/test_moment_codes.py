@@ -39,7 +39,7 @@ from megatron_edit.method.moments import (
     local_beta2,
 )
 from tests.harness.memory_network import Network, two_phase_groups
-from tests.pure.test_codec import SIZES, bits, draw, round_trip
+from tests.pure.test_codec import SIZES, assert_adds, bits, draw, round_trip
 from tests.pure.test_unit_sync import plan_of
 from tests.reference.wire import AllReduce, quantised
 
@@ -72,10 +72,7 @@ def test_log_codes_match_reference(
     decoded = round_trip(codec, values)
     np.testing.assert_array_equal(decoded.numpy(), quantised(values.numpy(), codec.name))
     assert bits(round_trip(codec, decoded)) == bits(decoded)
-    total = draw(numel, seed + 2)
-    expected = total + decoded
-    codec.add_decoded(data, total)
-    assert bits(total) == bits(expected)
+    assert_adds(codec, moments_of(codec, numel, seed + 2), data, decoded)
 
 
 @BOTH
