@@ -117,6 +117,7 @@ class Group:
             order of phases (`compressed_all_reduce.py`).
         make_streams: creates `streams`; tests pass one that records the calls.
         is_own: whether this plugin created the transport and shuts it down, not Megatron.
+        is_lazy: whether its ranks connect only when they first communicate.
     """
 
     process_group: Any
@@ -131,6 +132,7 @@ class Group:
     backlog: deque[Any] = field(default_factory=deque)
     make_streams: Callable[[torch.device], Streams] = streams_of
     is_own: bool = False
+    is_lazy: bool = False
     _unreaped: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -326,15 +328,16 @@ class Group:
         return [json.loads(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)]
 
     def warm_up(self, *collectives: Callable[[Tensor], object]) -> None:
-        """Use the group once, so that NCCL connects and allocates its buffers, which lie outside of
-        torch's pool, now and not during training. Does nothing on gloo, which is connected.
+        """Use the group once, so that it is connected now: a group of gloo that `is_lazy` needs the
+        store for that, in which the main thread may wait later; NCCL also allocates its buffers,
+        which lie outside of torch's pool. Does nothing on other groups of gloo.
 
         Collective: all ranks of the group.
 
         Args:
             collectives: those of its methods that training will call.
         """
-        if not self.runs_in_order or self.size == 1:
+        if self.size == 1 or not (self.runs_in_order or self.is_lazy):
             return
         counts = self.payload_bytes, self.num_started
         token = torch.zeros(self.size, 1, device=self.device)

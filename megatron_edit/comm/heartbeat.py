@@ -87,7 +87,7 @@ class HeartbeatMonitor:
         store_host: the replica whose rank 0 hosts the store; None where no replica does.
         arrival: returns when this replica would meet by its own clock, in seconds of the inner
             phase, None if not known; called in another thread.
-        is_over: returns whether this replica makes no further exchange; called in another thread.
+        is_over: returns whether this replica makes no exchange now; called in another thread.
 
     Attributes:
         is_reporting: see above.
@@ -255,7 +255,12 @@ class HeartbeatMonitor:
             now: on the clock of `update`.
         """
         mine = self.heartbeats[self._replica].last_progress
-        if self.is_waiting or self._is_over() or now - max(mine, self._reads_since) <= limit:
+        if (
+            self.is_waiting
+            or self._has_given_up
+            or self._is_over()
+            or now - max(mine, self._reads_since) <= limit
+        ):
             return []
         return [r for r in self._others if limit < now - self.heartbeats[r].last_seen < math.inf]
 

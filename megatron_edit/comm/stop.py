@@ -30,6 +30,7 @@ POLL_SECONDS = 0.5
 LEAST_POLL_SECONDS = 0.05
 POLLS_PER_PHASE = 40  # at least: the others need to know when a slow replica will arrive
 JOIN_SECONDS = 10.0  # for a request to the store that is in progress
+FROZEN_SECONDS = 15.0  # more than the time-out of an exchange: the main thread says more of it
 
 
 class StepState(Protocol):
@@ -44,8 +45,8 @@ class StepState(Protocol):
         """Requests meetings where replicas run at their own speeds; else None."""
 
     @property
-    def is_over(self) -> bool:
-        """Whether this replica makes no further exchange: training is over, or it stops."""
+    def makes_no_exchange(self) -> bool:
+        """Whether no exchange can be in flight: outside of the steps of training, as in a save."""
 
 
 class StopBoard:
@@ -116,7 +117,7 @@ class StopBoard:
             is_reporting=is_first,
             store_host=None if place.is_single_launch else 0,
             arrival=None if timer is None or not is_first else lambda: timer.arrival,
-            is_over=lambda: steps.is_over,
+            is_over=lambda: steps.makes_no_exchange,
         )
         poll_seconds = POLL_SECONDS
         if timer is not None:
@@ -128,7 +129,7 @@ class StopBoard:
             heartbeat,
             is_watching=is_first,
             poll_seconds=poll_seconds,
-            frozen_seconds=world.timeout.total_seconds(),
+            frozen_seconds=world.timeout.total_seconds() + FROZEN_SECONDS,
             replica_store=world.replica_store if place.num_replicas > 1 < control.size else None,
         )
 

@@ -1,4 +1,4 @@
-"""Streams of a device: the only module that calls `torch.cuda` for them.
+"""Streams of a device, and page-locked memory: the only module that calls `torch.cuda` for them.
 
 Work on a stream runs in the order in which it was queued; streams run concurrently, unless one
 waits for an event of another. Users of streams receive an object with these operations, from their
@@ -165,6 +165,16 @@ class NoStreams:
         """Seconds between two marks."""
         begin, end = span
         return float(end - begin)
+
+
+def page_locked(numel: int) -> Tensor | None:
+    """Page-locked host memory of exactly this size, fp32, uninitialized; None if CUDA refuses it.
+
+    It stays page-locked until the process ends: for tensors that live as long.
+    """
+    flat = torch.empty(numel)
+    code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
+    return flat if code == 0 else None
 
 
 def streams_of(device: torch.device) -> Streams:

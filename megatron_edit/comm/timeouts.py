@@ -66,6 +66,7 @@ class AdaptiveTimeout:
         meetings: of a round: its fragments sync one after the other.
         timed_seconds, timed_steps: least length of a round that the clock ends; 0 for others.
         length: of the last round, seconds; 0 before its end.
+        is_in_steps: whether steps are made: from one on until a save, an evaluation or the end.
     """
 
     groups: Sequence[Group]
@@ -74,6 +75,7 @@ class AdaptiveTimeout:
     timed_seconds: float = 0.0
     timed_steps: float = 0.0
     length: float = 0.0
+    is_in_steps: bool = False
     _began: float = field(default_factory=time.monotonic)
     _parts: deque[float] = field(default_factory=deque)  # between the last meetings
     _steps: StepTimes = field(default_factory=StepTimes)
@@ -106,6 +108,7 @@ class AdaptiveTimeout:
 
         After the first round nothing changes here: its length is known.
         """
+        self.is_in_steps = True
         self._steps.add(time.monotonic())
         if not self.length:
             self._allow(max(self._allowed, self._steps.longest, self._expected_length))

@@ -200,7 +200,9 @@ def stand_alone_group(
     Raises:
         ReplicaLostError: some rank did not join within `timeout`.
     """
-    group = Group(None, rank, size, transport.device, timeout, name, is_own=True)
+    group = Group(
+        None, rank, size, transport.device, timeout, name, is_own=True, is_lazy=transport.is_lazy
+    )
     if size == 1:
         return group
     try:

@@ -187,9 +187,8 @@ class EditEngine:
                 if not state.has_replica_stopped:
                     state.report_losses(records, self.reporter)
             self.syncs.finish_exchanges()
-        state.is_finished = True
         # All replicas are at the end and none is ahead, so nothing is suppressed any more.
-        state.suppressed_until_step = 0
+        state.timeout.is_in_steps, state.suppressed_until_step = False, 0
 
     def close(self, *, groups: bool = False) -> None:
         """Stop polling the store and progressing exchanges. Idempotent.
@@ -353,6 +352,7 @@ class EditEngine:
         with self._context():
             self.syncs.land_all()
             self.syncs.finish_exchanges()
+        self.state.timeout.is_in_steps = False
 
     def state_dict(self) -> EngineState:
         """All run-long state of this rank, after `land_all`. Tensors are not copied.

@@ -297,8 +297,8 @@ class EngineGroups:
     ties: Mapping[str, Group]
 
     def warm_up(self, *, has_exchanges: bool) -> None:
-        """Run each collective that a group of the device will need, in the same order on all ranks,
-        so that NCCL allocates its buffers before training takes the memory.
+        """Run each collective that a group will need, in the same order on all ranks, where it is
+        connected or allocates its buffers only then: before training takes the memory.
 
         Collective: all ranks of all replicas.
 
@@ -307,6 +307,8 @@ class EngineGroups:
         """
         sync, ties = self.sync, [self.ties[name] for name in sorted(self.ties)]
         phased = [sync.all_to_all] if has_exchanges else []
+        control = self.control
+        control.warm_up(control.all_reduce, control.broadcast, control.all_gather)
         sync.warm_up(sync.all_reduce, sync.broadcast, sync.all_gather, *phased)
         for group in (self.replica, self.stage):
             group.warm_up(group.all_gather)

@@ -293,7 +293,6 @@ class RunState:
         has_replica_stopped: whether a meeting was the last one, because a replica stopped.
         is_stopping: whether this replica must stop here, because a replica stops.
         is_waiting: whether it reached a meeting without a sync, because another replica stopped.
-        is_finished: whether the last sync of the training has landed.
         suppressed_until_step: see `EngineState`.
         name: of this replica.
         last_local_step: the step after which the final synchronous phase began; None before.
@@ -313,7 +312,6 @@ class RunState:
     has_replica_stopped: bool = False
     is_stopping: bool = False
     is_waiting: bool = False
-    is_finished: bool = False
     suppressed_until_step: int = 0
     name: str = "0"
     last_local_step: int | None = None
@@ -362,9 +360,9 @@ class RunState:
         return rounds.assignment.block(rounds.assigned_to.index(self.name), step)
 
     @property
-    def is_over(self) -> bool:
-        """Whether this replica makes no further exchange: training is over, or it stops."""
-        return self.is_stopping or self.is_finished
+    def makes_no_exchange(self) -> bool:
+        """Whether no exchange can be in flight: outside of the steps of training, as in a save."""
+        return self.is_stopping or not self.timeout.is_in_steps
 
     @property
     def inner_steps(self) -> int:

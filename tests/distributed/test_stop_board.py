@@ -98,7 +98,7 @@ class Steps:
 
     launch_steps: int = 0
     timer: None = None
-    is_over: bool = False
+    makes_no_exchange: bool = False
 
 
 def test_only_rank_0_of_a_replica_connects_to_the_shared_store() -> None:

@@ -262,6 +262,7 @@ def test_groups_warm_up_in_the_same_order_on_all_ranks(name: str, is_phased: boo
     groups = EngineGroups(each("sync"), each("meeting"), *inside, each("control"), ties)
     groups.warm_up(has_exchanges=Wire.of(name).num_phases > 0)
     assert order == [
+        "control all_reduce broadcast all_gather",
         "sync all_reduce broadcast all_gather" + " all_to_all" * is_phased,
         "replica all_gather",
         "stage all_gather",

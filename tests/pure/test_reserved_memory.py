@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,18 +122,44 @@ def test_no_memory_is_kept_for_the_final_phase() -> None:
         assert rank.engine.syncs._reserved is None
 
 
-def test_page_locked_state_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an allocation for each tensor: each would be rounded up to a power of two."""
-    calls: list[Any] = []
+@pytest.mark.parametrize("code", [0, 712])
+def test_page_locked_state_is_one_buffer(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered, because torch rounds page-locked allocations up to powers of two; allocated one
+    by one where CUDA refuses that. Catches up to twice the host memory."""
+    registered, allocated = list[int](), list[Any]()
     empty = torch.empty
 
+    def register(place: int, nbytes: int, flags: int) -> int:
+        registered.append(nbytes)
+        return code
+
     def allocate(size: int, **rest: Any) -> torch.Tensor:
-        calls.append((size, rest.pop("pin_memory", False)))
+        allocated.append((size, rest.pop("pin_memory", False)))
         return empty(size, **rest)
 
+    runtime = SimpleNamespace(cudaHostRegister=register)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "empty", allocate)
     tensors = outer_state._resident_tensors([3, 0, 5], CPU, is_pinned=True)
-    assert calls == [(8, True)] and [len(tensor) for tensor in tensors] == [3, 0, 5]
-    calls.clear()
-    outer_state._resident_tensors([3, 0, 5], CPU, is_pinned=False)
-    assert calls == [(3, False), (0, False), (5, False)]
+    assert registered == [32] and [len(tensor) for tensor in tensors] == [3, 0, 5]
+    each = [(3, True), (0, True), (5, True)] if code else []
+    assert allocated == [(8, False), *each]
+    assert (tensors[2].data_ptr() - tensors[0].data_ptr() == 12) is (code == 0)
+
+
+def test_only_the_largest_fragment_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the buffers of all fragments, of which one is in flight at a time."""
+    sizes: list[int] = []
+    with built(fragments=2, delay_steps=2, sync_interval=8) as rank:
+        rank.engine.syncs.reserve()
+        empty = torch.empty
+
+        def noting(size: int, **_: Any) -> torch.Tensor:
+            sizes.append(size)
+            return empty(size)
+
+        monkeypatch.setattr(torch, "empty", noting)
+        rank.engine.syncs.reserve()
+        monkeypatch.undo()
+    assert sizes == [40, 40, 2, 2] or sizes == [41, 41]
+    assert sum(sizes) == 84

@@ -94,8 +94,12 @@ class SyncManager:
         landing, device = self._settings.landing, self._groups.sync.device
         kept = 1 + int(landing.needs_snapshot) + len(self._settings.moments.rule.kinds)
         if not landing.is_immediate:
-            sizes = [shard.numel for shard in self._host.plan.shards for _ in range(kept)]
-            del [torch.empty(size, device=device) for size in sizes][:]
+            fragments: dict[int, list[int]] = {}
+            for shard in self._host.plan.shards:
+                number = shard.index % self._settings.schedule.fragments
+                fragments.setdefault(number, []).extend([shard.numel] * kept)
+            largest = max(fragments.values(), key=sum, default=[])
+            del [torch.empty(numel, device=device) for numel in largest][:]
 
     def take_anchor(self) -> OuterState:
         """Create outer state whose anchor is the current parameters; an argument of `begin`."""

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.compressed_all_reduce import Residual
-from megatron_edit.comm.streams import Streams, streams_of
+from megatron_edit.comm.streams import Streams, page_locked, streams_of
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine.saved import UnitTensors
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
@@ -252,12 +252,11 @@ class OuterState:
 def _resident_tensors(
     numels: Sequence[int], device: torch.device, *, is_pinned: bool
 ) -> Sequence[Tensor]:
-    """fp32 tensors of these sizes, uninitialized; page-locked ones share one buffer, because each
-    page-locked allocation is rounded up to a power of two."""
-    if is_pinned:
-        flat: Tensor = torch.empty(sum(numels), pin_memory=True)
+    """fp32 tensors of these sizes, uninitialized. Page-locked ones share one buffer: torch's own
+    allocations of such memory are rounded up to powers of two."""
+    if is_pinned and (flat := page_locked(sum(numels))) is not None:
         return list(flat.split(list(numels)))
-    return [torch.empty(numel, device=device) for numel in numels]
+    return [torch.empty(numel, device=device, pin_memory=is_pinned) for numel in numels]
 
 
 def replica_norms(

@@ -43,12 +43,15 @@ class MemoryItem:
 
 
 def added_bytes(parts: Sequence[MemoryItem], place: str) -> int:
-    """Return the most bytes of a strategy's parts at one time, in the rounds or before or after."""
-    totals = {True: 0, False: 0}
+    """Return the most bytes of a strategy's parts at one time: what the rounds keep is allocated
+    from the start on."""
+    kept = synchronous = temporary = 0
     for part in parts:
         if part.place == place:
-            totals[part.is_synchronous] += part.nbytes
-    return max(totals.values())
+            synchronous += part.nbytes * part.is_synchronous
+            kept += part.nbytes * (part.is_persistent and not part.is_synchronous)
+            temporary += part.nbytes * (not part.is_persistent and not part.is_synchronous)
+    return kept + max(synchronous, temporary)
 
 
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
