@@ -308,6 +308,10 @@ class EngineGroups:
         sync, ties = self.sync, [self.ties[name] for name in sorted(self.ties)]
         phased = [sync.all_to_all] if has_exchanges else []
         sync.warm_up(sync.all_reduce, sync.broadcast, sync.all_gather, *phased)
+        if sync.places is not None:
+            up, down = sync.places.up, sync.places.down
+            up.warm_up(up.all_reduce)
+            down.warm_up(down.all_gather)
         for group in (self.replica, self.stage):
             group.warm_up(group.all_gather)
         for tie in ties:
