@@ -97,6 +97,31 @@ class Duplex:
     down: Any
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where the ranks of a group are: on sites, or on hosts, between which links are slower.
+
+    For each chunk of a sum one rank of every place is its agent there: it sends the place's sum to
+    the rank that owns the chunk, and receives the sum of all.
+
+    Attributes:
+        of: place of each rank of the group, numbered from 0.
+        up, down: groups of the ranks of this rank's place, in the order of their ranks; the first
+            for sums, the second to share what agents have received.
+    """
+
+    of: tuple[int, ...]
+    up: Group
+    down: Group
+
+    def agents(self, chunk: int) -> list[int]:
+        """Rank of the agent of each place, for the chunk that rank `chunk` owns; ascending."""
+        members: dict[int, list[int]] = {}
+        for rank, place in enumerate(self.of):
+            members.setdefault(place, []).append(rank)
+        return sorted(ranks[chunk % len(ranks)] for ranks in members.values())
+
+
 @dataclass
 class Group:
     """A group of ranks that communicate, with counters of this rank's messages.
@@ -118,6 +143,8 @@ class Group:
         make_streams: creates `streams`; tests pass one that records the calls.
         is_own: whether this plugin created the transport and shuts it down, not Megatron.
         is_lazy: whether its ranks connect only when they first communicate.
+        places: where its ranks are, if encoded sums are to be formed in each place first; else
+            None.
     """
 
     process_group: Any
@@ -133,6 +160,7 @@ class Group:
     make_streams: Callable[[torch.device], Streams] = streams_of
     is_own: bool = False
     is_lazy: bool = False
+    places: Places | None = None
     _unreaped: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -232,7 +260,14 @@ class Group:
         self.payload_bytes += tensor.nbytes if self.rank == 0 else 0
         return work
 
-    def start_all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Work:
+    def start_all_to_all(
+        self,
+        output: Tensor,
+        rows: Tensor,
+        phase: int,
+        sources: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> Work:
         """Begin to send row j to rank j; row i of `output` becomes the row that rank i sent.
 
         Neither tensor may be accessed before `wait`.
@@ -241,31 +276,52 @@ class Group:
         other collectives.
 
         Args:
-            output: [size, n], contiguous, overwritten.
-            rows: [size, n], contiguous.
+            output: [sources, n], contiguous, overwritten.
+            rows: [targets, n], contiguous.
             phase: of an exchange, from 0.
+            sources: ranks that send this one a row, ascending; None are all.
+            targets: ranks that it sends one to, ascending; None are all.
         """
-        if self.size == 1 or rows.numel() == 0:
+        if self.size == 1 or rows.shape[1] == 0:
             output.copy_(rows)
             return Work(self.name)
-        work = self._start(lambda: self._all_to_all(output, rows, phase))
-        self.payload_bytes += (self.size - 1) * rows[0].nbytes
+        ranks = range(self.size)
+        ends = ranks if sources is None else sources, ranks if targets is None else targets
+        work = self._start(lambda: self._all_to_all(output, rows, phase, *ends))
+        num_sent = sum(rank != self.rank for rank in ends[1])
+        self.payload_bytes += num_sent * rows.shape[1] * rows.itemsize
         return work
 
-    def _all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Iterator[Any]:
+    def _all_to_all(
+        self,
+        output: Tensor,
+        rows: Tensor,
+        phase: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
+    ) -> Iterator[Any]:
         options = AllToAllOptions()
         options.timeout = self.timeout
+        ranks, own = range(self.size), self.rank
         if self.runs_in_order:
-            yield self.process_group.alltoall_base(output, rows, [], [], options)
+            has_all = len(sources) == len(targets) == self.size
+            received, sent = (
+                [] if has_all else [int(r in chosen) for r in ranks]
+                for chosen in (sources, targets)
+            )
+            yield self.process_group.alltoall_base(output, rows, received, sent, options)
             return
-        output[self.rank].copy_(rows[self.rank])
-        ranks, ways = range(self.size), self.phases[phase]
-        lower, higher = ranks[: self.rank], ranks[self.rank + 1 :]
-        for way, sources, targets in ((ways.up, lower, higher), (ways.down, higher, lower)):
-            incoming = output[sources.start : sources.stop]
-            outgoing = rows[targets.start : targets.stop]
-            received, sent = ([int(r in chosen) for r in ranks] for chosen in (sources, targets))
-            yield way.alltoall_base(incoming, outgoing, received, sent, options)
+        if own in targets:
+            output[sources.index(own)].copy_(rows[targets.index(own)])
+        ways, (lower, higher) = self.phases[phase], (ranks[:own], ranks[own + 1 :])
+        for way, senders, receivers in ((ways.up, lower, higher), (ways.down, higher, lower)):
+            incoming = [r for r in sources if r in senders]
+            outgoing = [r for r in targets if r in receivers]
+            received, sent = ([int(r in chosen) for r in ranks] for chosen in (incoming, outgoing))
+            yield way.alltoall_base(
+                _rows_of(output, sources, incoming), _rows_of(rows, targets, outgoing),
+                received, sent, options,
+            )  # fmt: skip
 
     def all_gather(self, tensor: Tensor, poll: Callable[[], float] | None = None) -> Tensor:
         """Stack the tensors of all ranks in rank order: [size, *shape], on `tensor`'s device.
@@ -285,19 +341,26 @@ class Group:
         return rows.to(tensor.device)
 
     def start_all_gather(
-        self, tensor: Tensor, timeout: timedelta | None = None
+        self, tensor: Tensor, timeout: timedelta | None = None, out: Tensor | None = None
     ) -> tuple[Work, Tensor]:
         """Begin to stack the tensors of all ranks; see `all_gather`.
 
         Collective: all ranks of the group, same shape and dtype.
 
+        Args:
+            tensor: of this rank.
+            timeout: longest wait; None is that of the group.
+            out: contiguous, of the shape and on the device of the result; None allocates it.
+
         Returns:
             The work, and the tensor on the group's device that has the rows when it is done.
         """
         if self.size == 1:
-            return Work(self.name), tensor.unsqueeze(0).clone()
+            alone = tensor.unsqueeze(0)
+            return Work(self.name), alone.clone() if out is None else out.copy_(alone)
         local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
-        rows = torch.empty((self.size, *local.shape), dtype=local.dtype, device=self.device)
+        shape = (self.size, *local.shape)
+        rows = torch.empty(shape, dtype=local.dtype, device=self.device) if out is None else out
         options.timeout = timeout or self.timeout
         work = self._start(lambda: [self._all_gather(rows, local, options)])
         self.payload_bytes += (self.size - 1) * local.nbytes
@@ -357,12 +420,15 @@ class Group:
     def close(self) -> None:
         """Release the transport; no message may be in flight. Threads of gloo are joined here, and
         NCCL communicators are freed where `is_own`."""
+        if self.places is not None:
+            for group in (self.places.up, self.places.down):
+                group.close()
         if self.runs_in_order:
             if self.is_own and self.process_group is not None:
                 own, self.process_group = self.process_group, None
                 own.shutdown()
             return
-        self.process_group, self.phases = None, ()
+        self.process_group, self.phases, self.places = None, (), None
         self._unreaped.clear()
         self.backlog.clear()
 
@@ -372,6 +438,12 @@ class Group:
             return Work(self.name, tuple(start()))
         except RuntimeError as error:
             raise _lost(self.name, error) from error
+
+
+def _rows_of(rows: Tensor, ranks: Sequence[int], chosen: Sequence[int]) -> Tensor:
+    """The rows of consecutive `chosen` among `ranks`, of which there is a row for each."""
+    first = ranks.index(chosen[0]) if chosen else 0
+    return rows[first : first + len(chosen)]
 
 
 def _lost(name: str, error: RuntimeError) -> ReplicaLostError:

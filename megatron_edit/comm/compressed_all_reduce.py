@@ -6,6 +6,10 @@ In two phases, if the codec encodes sums, too:
         order in fp32;
     (b) rank j encodes the sum of its chunk and sends it to all ranks, which decode it.
 
+Where ranks share a site or a host, and there are several of these, the addends of each place are
+first summed there in fp32, and chunk j of this sum travels between the places once: see
+`PlacedExchange`.
+
 Otherwise in one phase: every addend, encoded as a whole, goes to all ranks, each of which decodes
 and adds them in rank order in fp32.
 
@@ -14,7 +18,8 @@ the note on their order in `engine/sync/manager.py`). Phase (b) begins when (a) 
 another time on each rank. It has connections of its own, so that it may fall between any other
 collectives, and it waits in a backlog until the phases (b) of all earlier exchanges have begun.
 Hence all ranks issue the collectives of a phase in the same order, however often each of them
-advances its exchanges. An exchange in one phase has only (a), and never waits in the backlog.
+advances its exchanges. An exchange in one phase has only (a), and never waits in the backlog. One
+of several places has more steps, each on connections of its own, for which the same holds.
 Where collectives run in order (NCCL) both phases share one connection, and relative to all other
 collectives, also those of the training framework, each of them must begin at the same place of the
 program on all ranks of a replica: some devices run collectives of several communicators one after
@@ -30,8 +35,9 @@ the one before is done.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Group, Work
+from megatron_edit.comm.collectives import Group, Places, Work
 from megatron_edit.method.codec import Codec
 
 
@@ -148,16 +154,35 @@ class CodedPart:
             self._encode(values, sent, where, self.outgoing[ranks])
         self.outgoing[self.chunks.num_filled :].zero_()
 
-    def encode_sum(self) -> None:
-        """Sum this rank's chunk of `incoming`, and write the encoded sum to all `outgoing` rows."""
+    def encode_chunks(self, chosen: range) -> None:
+        """Encode these chunks of the addend, ascending, into the first rows of `outgoing`."""
+        values, residual = self.addend.values, self.addend.residual
+        sent = None if residual is None else residual.sent
+        self.outgoing[: len(chosen)].zero_()
+        for ranks, where in self.chunks.runs():
+            shape = (ranks.stop - ranks.start, -1)
+            mine = [place for place, rank in enumerate(chosen) if ranks.start <= rank < ranks.stop]
+            if not mine:
+                continue
+            every = slice(chosen[mine[0]] - ranks.start, None, chosen.step)
+            rows = self.outgoing[mine[0] : mine[-1] + 1]
+            part = values[where].view(shape)[every]
+            kept = None if sent is None else sent[where].view(shape)[every]
+            used = self.codec.encoded_bytes(part.shape[1])
+            self.codec.encode(part, residual=kept, out=rows[:, :used])
+
+    def encode_sum(self, num_addends: int | None = None) -> None:
+        """Sum this rank's chunk of the first rows of `incoming`, all if None, and write the encoded
+        sum to as many rows of `outgoing`."""
         where = self.chunks.of(self.rank)
         own = slice(0, where.stop - where.start)
         total = torch.empty(own.stop, dtype=torch.float32, device=self.incoming.device)
-        self.codec.decode_sum(self.incoming[:, : self.codec.encoded_bytes(own.stop)], total)
+        used = self.codec.encoded_bytes(own.stop)
+        self.codec.decode_sum(self.incoming[:num_addends, :used], total)
         residual = self.addend.residual
         summed = None if residual is None else residual.summed
         self._encode(total, summed, own, self.outgoing[:1])
-        self.outgoing[1:] = self.outgoing[0]  # a row for each receiver
+        self.outgoing[1:num_addends] = self.outgoing[0]  # a row for each receiver
 
     def decode(self) -> None:
         """Decode the sums of all chunks into the addend's values."""
@@ -199,7 +224,7 @@ class _Exchange(ABC):
         """Advance this and earlier exchanges without blocking; return whether the sum is
         available."""
         if not self.group.runs_in_order:
-            start_second_phases(self.group)
+            advance_backlog(self.group)
         if self.is_completed:
             self.wait()
         return self.is_decoded
@@ -223,14 +248,14 @@ class CodedExchange(_Exchange):
         parts: the sums; their rows are adjacent. Empty when all sums are decoded.
         outgoing: uint8 [size, bytes of all parts].
         incoming: of the same shape.
-        first: phase (a); None before it has begun.
-        second: phase (b); None before it has begun.
+        num_begun: steps that have begun: the phases.
+        work: the collective of the last one; None before the first.
         is_decoded: whether the sums are available.
     """
 
     parts: Sequence[CodedPart]
-    first: Work | None = None
-    second: Work | None = None
+    num_begun: int = 0
+    work: Work | None = None
 
     @classmethod
     def prepare(cls, group: Group, addends: Sequence[Addend]) -> CodedExchange:
@@ -252,38 +277,52 @@ class CodedExchange(_Exchange):
         rows = (outgoing.split(widths, dim=1), incoming.split(widths, dim=1))
         each = zip(codecs, addends, chunks, *rows, strict=True)
         parts = [CodedPart(group.rank, *part) for part in each]
-        return cls(group, parts, outgoing, incoming)
+        if group.places is None:
+            return cls(group, parts, outgoing, incoming)
+        num = group.places.down.size
+        shared = outgoing.new_empty(num, -(-group.size // num), sum(widths))
+        return PlacedExchange(group, parts, outgoing, incoming, shared=shared)
+
+    @property
+    def steps(self) -> Sequence[Callable[[], Work]]:
+        """What begins the collective of each step, when the one before is done."""
+        return (self._send_addends, self._send_sums)
 
     def begin(self) -> None:
-        """Encode the addends and begin phase (a)."""
-        for part in self.parts:
-            part.encode_addend()
-        self.first = self.group.start_all_to_all(self.incoming, self.outgoing, 0)
+        """Begin the first step, and join the backlog."""
+        self.work, self.num_begun = self.steps[0](), 1
+        self.group.backlog.append(self)
 
-    def start_second_phase(self) -> None:
-        """Sum this rank's chunks and begin phase (b); it must be the first in the backlog."""
-        assert self.first is not None and self.group.backlog[0] is self
+    def begin_next(self) -> None:
+        """Begin the next step, after the last one. Blocks the host on CPU tensors."""
+        assert self.work is not None
         with use_exchange_stream(self.group):
-            self.first.wait()
-            for part in self.parts:
-                part.encode_sum()
-            self.second = self.group.start_all_to_all(self.incoming, self.outgoing, 1)
-        self.group.backlog.popleft()
+            self.work.wait()
+            self.work = self.steps[self.num_begun]()
+        self.num_begun += 1
+        if self.num_begun == len(self.steps):
+            self.group.backlog.remove(self)
 
     def wait(self) -> None:
-        """Finish it, after beginning all earlier second phases. Blocks the host on CPU tensors, the
+        """Finish it, after beginning all steps of earlier ones. Blocks the host on CPU tensors, the
         current stream on CUDA."""
-        while self.second is None:
-            self.group.backlog[0].start_second_phase()
+        while self.num_begun < len(self.steps):
+            self.group.backlog[0].begin_next()
         if self.is_decoded:
             return
-        self.second.wait()
+        assert self.work is not None
+        self.work.wait()
         self._decode()
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the last step that has begun is done."""
+        return self.work is not None and self.work.is_completed
+
+    @property
     def is_completed(self) -> bool:
-        """Whether both phases are done. Does not advance it."""
-        return self.second is not None and self.second.is_completed
+        """Whether all steps are done. Does not advance it."""
+        return self.num_begun == len(self.steps) and self.is_ready
 
     @property
     def on_wire(self) -> Work | None:
@@ -291,7 +330,94 @@ class CodedExchange(_Exchange):
         is available."""
         if self.is_decoded:
             return None
-        return self.group.backlog[0].first if self.second is None else self.second
+        has_begun = self.num_begun == len(self.steps)
+        return self.work if has_begun else next_work(self.group)
+
+    def _send_addends(self) -> Work:
+        """Begin phase (a)."""
+        for part in self.parts:
+            part.encode_addend()
+        return self.group.start_all_to_all(self.incoming, self.outgoing, 0)
+
+    def _send_sums(self) -> Work:
+        """Begin phase (b)."""
+        for part in self.parts:
+            part.encode_sum()
+        return self.group.start_all_to_all(self.incoming, self.outgoing, 1)
+
+
+@dataclass
+class PlacedExchange(CodedExchange):
+    """An exchange whose ranks are at several places, between which links are slower.
+
+        up    the ranks of a place sum their addends in fp32
+        (a)   an agent of each place sends chunk j of its sum, encoded, to rank j, which adds them
+        (b)   rank j encodes the sum of its chunk, and sends it to an agent of each place
+        down  the ranks of a place get from each other what its agents have received
+
+    Each rank is the agent of its place for as many chunks. A chunk crosses to another place once,
+    not once for each rank of both. The error-feedback residual of an addend is that of the place's
+    sum, in the chunks whose agent this rank is.
+
+    Attributes:
+        shared: uint8 [ranks of the place, chunks, bytes], what the agents have received.
+    """
+
+    shared: Tensor = field(kw_only=True)
+
+    @property
+    def steps(self) -> Sequence[Callable[[], Work]]:
+        """What begins the collective of each step: up, (a), (b) and down."""
+        return (self._sum_of_place, self._send_addends, self._send_sums, self._share)
+
+    @property
+    def _places(self) -> Places:
+        assert self.group.places is not None
+        return self.group.places
+
+    @property
+    def _own_chunks(self) -> range:
+        """Chunks for which this rank is the agent of its place."""
+        return range(self._places.up.rank, self.group.size, self._places.up.size)
+
+    def _sum_of_place(self) -> Work:
+        """Begin to sum the addends of the place."""
+        sums = [part.addend.values for part in self.parts]
+        for part in self.parts:
+            if part.addend.is_excluded:
+                part.addend.values.zero_()
+        up = self._places.up
+        if up.runs_in_order:
+            return up.start_all_reduce_together(sums)
+        works = [up.start_all_reduce(values).works for values in sums]
+        return Work(up.name, tuple(work for each in works for work in each))
+
+    def _send_addends(self) -> Work:
+        chunks, agents = self._own_chunks, self._places.agents(self.group.rank)
+        for part in self.parts:
+            part.encode_chunks(chunks)
+        rows = self.outgoing[: len(chunks)]
+        return self.group.start_all_to_all(self.incoming[: len(agents)], rows, 0, agents, chunks)
+
+    def _send_sums(self) -> Work:
+        chunks, agents = self._own_chunks, self._places.agents(self.group.rank)
+        for part in self.parts:
+            part.encode_sum(len(agents))
+        rows, received = self.outgoing[: len(agents)], self.incoming[: len(chunks)]
+        return self.group.start_all_to_all(received, rows, 1, chunks, agents)
+
+    def _share(self) -> Work:
+        """Begin to gather what the agents of the place have received. The rows of agents of fewer
+        chunks are filled up."""
+        mine = self.incoming[: self.shared.shape[1]]
+        mine[len(self._own_chunks) :].zero_()
+        return self._places.down.start_all_gather(mine, out=self.shared)[0]
+
+    def _decode(self) -> None:
+        # Row i of agent k is that of chunk i x agents + k.
+        self.incoming.copy_(self.shared.transpose(0, 1).flatten(0, 1)[: self.group.size])
+        self.shared = self.shared[:0].clone()
+        super()._decode()
 
 
 @dataclass(frozen=True)
@@ -390,10 +516,20 @@ def _buffers(group: Group, width: int, device: torch.device) -> tuple[Tensor, Te
     return outgoing, torch.empty_like(outgoing)
 
 
-def start_second_phases(group: Group) -> None:
-    """Begin second phases, oldest first, up to one whose first phase is not done."""
-    while group.backlog and group.backlog[0].first.is_completed:
-        group.backlog[0].start_second_phase()
+def advance_backlog(group: Group) -> None:
+    """Begin steps whose predecessors are done, of the oldest exchanges first. No exchange begins
+    more steps than the one before it has begun."""
+    limit = sys.maxsize
+    for exchange in list(group.backlog):
+        while exchange.num_begun < min(len(exchange.steps), limit) and exchange.is_ready:
+            exchange.begin_next()
+        limit = exchange.num_begun
+
+
+def next_work(group: Group) -> Work | None:
+    """The collective that the exchanges in the backlog wait for: of the oldest that is not done."""
+    works = (exchange.work for exchange in group.backlog)
+    return next((work for work in works if work is not None and not work.is_completed), None)
 
 
 def on_exchange_stream(group: Group) -> AbstractContextManager[Any]:

@@ -73,6 +73,28 @@ def arrange(
     return Arrangement(tuple(hosts), tuple(tuple(ranks) for ranks in replicas), sites)
 
 
+def places_of(counts: Sequence[Mapping[str, int]], sites: Sequence[str]) -> tuple[int, ...]:
+    """Return the place of each replica: those of one site, or else on common hosts, share one.
+
+    Args:
+        counts: for each replica the number of its ranks on each host.
+        sites: of each replica; empty if none is known.
+
+    Returns:
+        Numbers from 0, in the order of the replicas; empty where there is one place only, or each
+        replica has its own.
+    """
+    labels = [{site} for site in sites] or [set(hosts) for hosts in counts]
+    places = list(range(len(labels)))
+    for replica, names in enumerate(labels):
+        for other in range(replica):
+            if names & labels[other]:
+                joined = places[replica]
+                places = [places[other] if place == joined else place for place in places]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return tuple(numbers[p] for p in places) if 1 < len(numbers) < len(places) else ()
+
+
 def natural_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key by which node2 comes before node10."""
     return [

@@ -21,6 +21,8 @@ def set_timeout(group: Group, timeout: timedelta) -> None:
     group.timeout = timeout
     if group.runs_in_order:
         group.process_group._set_default_timeout(timeout)
+    for near in () if group.places is None else (group.places.up, group.places.down):
+        set_timeout(near, timeout)
 
 
 class StepTimes:

@@ -139,7 +139,6 @@ def _start_coded(group: Group, addends: Sequence[Addend]) -> Exchange:
     exchange = CodedExchange.prepare(group, addends)
     with on_exchange_stream(group):
         exchange.begin()
-        group.backlog.append(exchange)
     return exchange
 
 
@@ -160,7 +159,7 @@ def progress_exchanges(group: Group) -> None:
     """Where collectives run in order, queue the second phases of all exchanges on the device, which
     then waits for their first phases. Does not block the host."""
     while group.runs_in_order and group.backlog:
-        group.backlog[0].start_second_phase()
+        group.backlog[0].begin_next()
 
 
 def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
@@ -179,15 +178,41 @@ def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
     return 2 * (size - 1) * codec.encoded_bytes(chunks.numel)
 
 
-def moment_bytes(rule: MomentRule, numel: int, size: int) -> int:
+def placed_bytes(codec: Codec, numel: int, of: Sequence[int], rank: int) -> int:
+    """Bytes that a rank sends for one encoded sum over several places; exactly what `Group` counts.
+
+    Args:
+        codec: encoding of the sum.
+        numel: elements of the addend.
+        of: place of each rank.
+        rank: which.
+    """
+    near = [other for other, place in enumerate(of) if place == of[rank]]
+    width = codec.encoded_bytes(Chunks.split(numel, len(of), codec).numel)
+    chunks = [chunk for chunk in range(len(of)) if near[chunk % len(near)] == rank]
+    num_agents = len(set(of)) - (near[rank % len(near)] == rank)
+    rows = sum(chunk != rank for chunk in chunks) + num_agents
+    shared = (len(near) - 1) * -(-len(of) // len(near))
+    return all_reduce_payload(FP32_BYTES * numel, len(near)) + width * (rows + shared)
+
+
+def sent_bytes(codec: Codec | None, numel: int, size: int, of: Sequence[int] = ()) -> int:
+    """Bytes that rank 0 sends for one sum, with places or, if `of` is empty, without."""
+    if of and codec is not None and codec.encodes_sums:
+        return placed_bytes(codec, numel, of, 0)
+    return payload_bytes_of(codec, numel, size)
+
+
+def moment_bytes(rule: MomentRule, numel: int, size: int, of: Sequence[int] = ()) -> int:
     """Payload bytes that one rank sends for the inner optimizer's moments of a unit.
 
     Args:
         rule: which moments, and how they are encoded.
         numel: elements of its shard of the unit.
         size: N.
+        of: places of the replicas, of which the first is meant; empty if there is one.
     """
-    return sum(payload_bytes_of(rule.codec_of(kind), numel, size) for kind in rule.kinds)
+    return sum(sent_bytes(rule.codec_of(kind), numel, size, of) for kind in rule.kinds)
 
 
 @dataclass(frozen=True)

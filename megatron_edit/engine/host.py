@@ -310,6 +310,10 @@ class EngineGroups:
         control = self.control
         control.warm_up(control.all_reduce, control.broadcast, control.all_gather)
         sync.warm_up(sync.all_reduce, sync.broadcast, sync.all_gather, *phased)
+        if sync.places is not None:
+            up, down = sync.places.up, sync.places.down
+            up.warm_up(up.all_reduce)
+            down.warm_up(down.all_gather)
         for group in (self.replica, self.stage):
             group.warm_up(group.all_gather)
         for tie in ties:

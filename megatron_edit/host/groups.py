@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.collectives import Group, Places
+from megatron_edit.comm.hosts import places_of
 from megatron_edit.comm.interfaces import fabrics
 from megatron_edit.comm.transport import (
     NET_VARIABLE,
@@ -22,6 +23,7 @@ from megatron_edit.comm.transport import (
     choose_net,
     stand_alone_group,
 )
+from megatron_edit.comm.wire import NUM_PHASES
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import GLOO
@@ -85,7 +87,7 @@ def build_groups(
     # Once it is formed, a lost connection ends every wait.
     meeting: Group = world.watched(lambda: across(ON_CPU, "meeting"))
     world.begin_training()
-    backend, net, about_net = _choose_transport(world, device, config)
+    backend, net, about_net, places = _choose_transport(world, device, config)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend}){about_net}")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
@@ -93,32 +95,65 @@ def build_groups(
     steps_in_thread = overlap and backend == GLOO and device.type == "cpu"
     in_replica = _ReplicaGroups(world, transport, has_thread=steps_in_thread)
     sync = across(transport, "sync", num_phases_of(config))
+    if places and num_phases_of(config) == NUM_PHASES:
+        sync.places = _places(world, replace(transport, net=""), places)
+        if place.global_rank == 0:
+            names = (f"{r} at {p}" for r, p in enumerate(places))
+            say(f"encoded sums are formed in each place first (replica {', '.join(names)})")
     return _engine_groups(control, sync, meeting, in_replica)
 
 
 def _choose_transport(
     world: ReplicaWorld, device: torch.device, config: EditConfig
-) -> tuple[str, str, str]:
-    """Choose backend and network of the exchanges; the third text is what to say of the network."""
+) -> tuple[str, str, str, list[int]]:
+    """Choose backend and network of the exchanges, what to say of the network, and the places of
+    the replicas."""
     place = world.placement
     size = place.ranks_per_replica
 
-    def decide(found: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    def decide(found: list[dict[str, Any]]) -> list[Any]:
         ranks = [RankDevice(**fields) for fields in found]
         replicas = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        backend = choose_backend(config.sync_backend, replicas)
+        backend, sites = choose_backend(config.sync_backend, replicas), world.sites()
+        places = places_of(world.host_counts() or [], sites)
         net, about = choose_net(
             config.sync_net,
             backend,
             replicas,
-            sites=world.sites(),
+            sites=sites,
             is_single_launch=place.is_single_launch,
             given=os.environ.get(NET_VARIABLE, ""),
         )
-        return [(backend, net, about)] * len(ranks)
+        return [(backend, net, about, places)] * len(ranks)
 
-    backend, net, about = world.settle("devices", asdict(_rank_device(device, place.rank)), decide)
-    return backend, net, about
+    mine = asdict(_rank_device(device, place.rank))
+    backend, net, about, places = world.settle("devices", mine, decide)
+    return backend, net, about, places
+
+
+def _places(world: ReplicaWorld, transport: Transport, of: Sequence[int]) -> Places:
+    """Make the groups of the ranks with the same shard in this replica's place.
+
+    Args:
+        world: placement of this process, and the stores.
+        transport: between the replicas.
+        of: place of each replica.
+    """
+    place = world.placement
+    near = [replica for replica, number in enumerate(of) if number == of[place.replica]]
+    size = place.ranks_per_replica
+
+    def group(way: str) -> Group:
+        return stand_alone_group(
+            world.shared_store,
+            near.index(place.replica),
+            len(near),
+            replace(transport, members=tuple(r * size + place.rank for r in near)),
+            world.timeout,
+            f"place {of[place.replica]} {way} group {place.rank}",
+        )
+
+    return Places(tuple(of), group("up"), group("down"))
 
 
 def _control_group(world: ReplicaWorld) -> Group:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Duplex, Group
+from megatron_edit.comm.collectives import Duplex, Group, Places
 
 CPU = torch.device("cpu")
 
@@ -144,9 +144,15 @@ class InOrderProcessGroup(MemoryProcessGroup):
     def alltoall_base(
         self, incoming: Tensor, outgoing: Tensor, received: list[int], sent: list[int], _: Any
     ) -> PendingCollective:
-        """Exchange a row with each rank."""
-        counts = [1] * self.size
-        return super().alltoall_base(incoming, outgoing, counts, counts, _)
+        """Exchange a row with each rank, or with those that are counted."""
+        all_ranks = [1] * self.size
+        return super().alltoall_base(
+            incoming, outgoing, received or all_ranks, sent or all_ranks, _
+        )
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, _: Any) -> PendingCollective:
+        """Gather the tensors of all ranks into one."""
+        return self.allgather([list(output.view(self.size, -1).unbind())], [tensor], _)
 
     def allreduce_coalesced(self, tensors: list[Tensor], _: Any) -> Any:
         """Sum several tensors in one collective."""
@@ -191,6 +197,26 @@ def two_phase_groups(size: int, network: Network) -> list[Group]:
         )
         for rank in range(size)
     ]  # fmt: skip
+
+
+def placed_groups(of: Sequence[int], network: Network, *, in_order: bool = False) -> list[Group]:
+    """Return the sync group of each replica, of which some share a place.
+
+    Args:
+        of: place of each replica.
+        network: connects all of them.
+        in_order: whether collectives run in the order in which they are started.
+    """
+    size, kind = len(of), InOrderProcessGroup if in_order else MemoryProcessGroup
+    groups = (in_order_groups if in_order else two_phase_groups)(size, network)
+    for group, place in zip(groups, of, strict=True):
+        members = [rank for rank in range(size) if of[rank] == place]
+        rank, near = members.index(group.rank), []
+        for way in ("up", "down"):
+            end = kind(network, f"{way} in place {place}", rank, len(members))
+            near.append(Group(end, rank, len(members), CPU, group.timeout, f"place {way}"))
+        group.places = Places(tuple(of), *near)
+    return groups
 
 
 def run_in_threads[Result](calls: Sequence[Callable[[], Result]]) -> list[Result]:

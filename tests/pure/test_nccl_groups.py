@@ -249,7 +249,7 @@ def test_groups_warm_up_in_the_same_order_on_all_ranks(name: str, is_phased: boo
         """A group that notes its name and the collectives that it runs."""
 
         def __init__(self, name: str) -> None:
-            self.name = name
+            self.name, self.places = name, None
 
         def warm_up(self, *collectives: Any) -> None:
             order.append(" ".join([self.name, *(each.__name__ for each in collectives)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
-from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.wire import Wire, sent_bytes
 from megatron_edit.engine import EngineSettings
+from megatron_edit.engine.sync import reports as reports_module
 from megatron_edit.engine.sync.reports import Footprint, SyncReports
 from megatron_edit.engine.units import ParamShard, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.method.codec import Codec
 from megatron_edit.method.digest import as_hex, combine, combine_columns, tensor_digest
 from megatron_edit.method.moments import NO_MOMENTS
 from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, RoundStart, StepSchedule
@@ -91,16 +93,15 @@ def test_payload_of_many_ranks_counts_each_size_once(monkeypatch: pytest.MonkeyP
     numels = torch.tensor([[1000 + (rank % 3 == 0), 7] for rank in range(4096)])
     wire = Wire.of("int8")
     expected = sum(wire.payload_bytes(numel, 4) for numel in numels.flatten().tolist())
-    payload = Wire.payload_bytes
 
-    def noting(self: Wire, numel: int, size: int) -> int:
+    def noting(codec: Codec | None, numel: int, size: int, of: Sequence[int]) -> int:
         calls.append(numel)
-        return payload(self, numel, size)
+        return sent_bytes(codec, numel, size, of)
 
-    monkeypatch.setattr(Wire, "payload_bytes", noting)
+    monkeypatch.setattr(reports_module, "sent_bytes", noting)
     anything: Any = SimpleNamespace
     reports = SyncReports(
-        anything(sync=anything(size=4)), anything(), wire, Footprint(numels, 100, 0)
+        anything(sync=anything(size=4, places=None)), anything(), wire, Footprint(numels, 100, 0)
     )
     plan = anything(
         selection=anything(indices=[0, 1]), moments=NO_MOMENTS,

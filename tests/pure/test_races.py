@@ -303,11 +303,11 @@ MISTAKES: dict[str, tuple[str, OmittedCall]] = {
     "exchange not awaited": ("overlap", OmittedCall("work", "UnitSync.await_average")),
     "delayed exchange not awaited": ("delayed", OmittedCall("work", "UnitSync.await_average")),
     "encoding not after compute": ("int8", OmittedCall("wait", "on_exchange_stream")),
-    "sum of chunks not awaited": ("int8", OmittedCall("work", "CodedExchange.start_second_phase")),
+    "sum of chunks not awaited": ("int8", OmittedCall("work", "CodedExchange.begin_next")),
     "encoded sums not awaited": ("int8", OmittedCall("work", "CodedExchange.wait")),
     "sums of a batch not awaited": (
         "int8-delayed",
-        OmittedCall("work", "CodedExchange.start_second_phase"),
+        OmittedCall("work", "CodedExchange.begin_next"),
     ),
     "encoded batch not awaited": ("int8-delayed", OmittedCall("work", "CodedExchange.wait")),
     "norms not awaited": ("overlap", OmittedCall("work", "Group.all_gather")),

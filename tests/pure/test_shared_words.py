@@ -133,7 +133,8 @@ def test_plan_takes_the_command_line_of_check(capsys: pytest.CaptureFixture[str]
         assert main(["plan", *line]) == 0, capsys.readouterr().err
         printed.append(capsys.readouterr().out.splitlines())
     assert printed[1][:8] == [f"replica {r} is on n{r // 2 + 1} (8 ranks)" for r in range(8)]
-    plans = {"\n".join(each[8:] if "--hosts" in line else each) for line, each in
+    assert printed[1][8].startswith("replica 0 at 0, 1 at 0, 2 at 1, 3 at 1, 4 at 2, ")
+    plans = {"\n".join(each[9:] if "--hosts" in line else each) for line, each in
              zip(lines, printed, strict=True)}  # fmt: skip
     assert len(plans) == 1 and "8 replicas x 8 ranks" in plans.pop()
 

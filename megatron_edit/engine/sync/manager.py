@@ -83,7 +83,7 @@ class SyncManager:
         self._thread: ProgressThread | None = None
         self._thread_steps = False  # whether the thread runs outer steps
         self._stream = SyncStream(groups.sync.streams)
-        self._vote, self._voted = DelayedVote(groups.control), list[Any]()
+        self._vote, self._voted = DelayedVote(groups.control), list[tuple[Any, int]]()
 
     # ---- outer state
 
@@ -292,8 +292,9 @@ class SyncManager:
             self._thread.raise_failure()
 
     def agree_on_second_phases(self) -> None:
-        """Begin the second phases whose first phases were done on all ranks of the replica one step
-        ago; once a step. See the note on the order of phases (`comm/compressed_all_reduce.py`).
+        """Begin the next steps of exchanges whose last ones were done on all ranks of the replica
+        one step ago; once a step. See the note on the order of phases
+        (`comm/compressed_all_reduce.py`).
 
         Collective: the ranks of the replica, where exchanges run in order and in two phases.
         """
@@ -302,11 +303,12 @@ class SyncManager:
             return
         voted, self._voted = self._voted, []
         if self._vote.read():
-            while sync.backlog and any(sync.backlog[0] is each for each in voted):
-                sync.backlog[0].start_second_phase()
+            for exchange, num_begun in voted:
+                if exchange.num_begun == num_begun:
+                    exchange.begin_next()
         if self.pending and self._settings.num_phases > 1:
-            self._voted = list(sync.backlog)
-            self._vote.post(all(exchange.first.is_completed for exchange in sync.backlog))
+            self._voted = [(exchange, exchange.num_begun) for exchange in sync.backlog]
+            self._vote.post(all(exchange.is_ready for exchange in sync.backlog))
 
     def poll_if_busy(self) -> bool:
         """Advance exchanges; return whether there are any that no thread advances."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.wire import Wire, moment_bytes
+from megatron_edit.comm.wire import Wire, moment_bytes, sent_bytes
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter, SyncReport
 from megatron_edit.engine.plan import SyncPlan
 from megatron_edit.engine.sync import drift
@@ -123,13 +123,17 @@ class SyncReports:
 
     def wire_bytes(self, plan: SyncPlan) -> int:
         """Payload that the ranks of one replica send in a sync."""
-        size, units = self.groups.sync.size, list(plan.selection.indices)
+        sync, units = self.groups.sync, list(plan.selection.indices)
+        size, of = sync.size, () if sync.places is None else sync.places.of
         exchanged = self.footprint.unit_numels[:, units][:, ~plan.decision.rollback]
         tables = (size - 1) * self.footprint.table_bytes
         sizes, counts = exchanged.unique(return_counts=True)  # few: most ranks have equal shards
         return tables + sum(
             int(count)
-            * (self.wire.payload_bytes(numel, size) + moment_bytes(plan.moments, numel, size))
+            * (
+                sent_bytes(self.wire.codec, numel, size, of)
+                + moment_bytes(plan.moments, numel, size, of)
+            )
             for numel, count in zip(sizes.tolist(), counts.tolist(), strict=True)
         )
 

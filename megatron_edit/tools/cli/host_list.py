@@ -9,6 +9,7 @@ from megatron_edit.comm.hosts import (
     arrange,
     host_lines,
     parse_placement,
+    places_of,
     read_placement,
     straddling_warnings,
 )
@@ -86,6 +87,20 @@ def ranks_by_host(config: EditConfig, hosts: list[str], num_replicas: int) -> li
     """
     text = check_placement(config, num_replicas)
     return arrange(hosts, num_replicas, config.placement, text).counts()
+
+
+def places(config: EditConfig, counts: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
+    """Return the place of each replica, see `places_of`.
+
+    Args:
+        config: may name a file with sites.
+        counts: see `ranks_by_host`.
+    """
+    if not counts:
+        return ()
+    text = check_placement(config, len(counts))
+    sites = () if text is None else parse_placement(text, config.placement, len(counts))[1]
+    return places_of(counts, sites)
 
 
 def placement_lines(counts: Sequence[Mapping[str, int]]) -> Iterator[str]:

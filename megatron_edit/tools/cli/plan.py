@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.common import option
-from megatron_edit.tools.cli.host_list import check_placement, placement_lines, ranks_by_host
+from megatron_edit.tools.cli.host_list import (
+    check_placement,
+    placement_lines,
+    places,
+    ranks_by_host,
+)
 from megatron_edit.tools.cli.words import (
     FLAGS,
     SHARED,
@@ -64,7 +69,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: an argument is invalid or missing.
     """
     # Imports torch, which other subcommands should not wait for.
-    from megatron_edit.tools.plan.exchanges import TimingSetting
+    from megatron_edit.tools.plan.exchanges import TimingSetting, cut_lines
     from megatron_edit.tools.plan.plan import lines, make_plan
 
     values = SharedValues.of(options)
@@ -87,7 +92,9 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     setting = TimingSetting(link, machine, _step_seconds(values, options.mfu, job), share)
     names = [name.strip() for name in options.strategies.split(",")]
     plan = make_plan(job, setting, names, device_memory=values.memory)
-    text = [*placement_lines(counts), *lines(plan)]
+    config = job.config("edit")
+    cuts = cut_lines(job, config, places(config, counts))
+    text = [*placement_lines(counts), *cuts, *lines(plan)]
     shown = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(text)
     sys.stdout.write(shown + "\n")
     return 0

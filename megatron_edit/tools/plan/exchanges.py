@@ -5,13 +5,15 @@ Bytes use the closed forms of the engine. Seconds come from the simulation in `m
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_edit.comm.collectives import all_reduce_payload
+from megatron_edit.comm.compressed_all_reduce import Chunks
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import BLOCKING
+from megatron_edit.constants import BLOCKING, FP32, FP32_BYTES
 from megatron_edit.host.settings import landing_of, moments_of
 from megatron_edit.method.cost import Cost, UnitExchange, gaps_of_round, round_cost
 from megatron_edit.method.strategy import STRATEGIES
@@ -58,6 +60,51 @@ def shard_bytes(job: Job, config: EditConfig, wire: str, numel: int) -> int:
     size, moments = job.mesh.num_replicas, moments_of(config)
     extra = round(moment_bytes(moments.rule, numel, size) / moments.interval)
     return Wire.of(wire).payload_bytes(numel, size) + extra
+
+
+def cut_lines(job: Job, config: EditConfig, of: Sequence[int]) -> Iterator[str]:
+    """Yield what a sync sends out of a site, or of hosts that replicas share.
+
+    Args:
+        job: the training.
+        config: its settings.
+        of: place of each replica (`hosts.places_of`); empty yields nothing.
+    """
+    if of:
+        wires = dict.fromkeys((config.sync_dtype, FP32))
+        sent = (
+            f"{sum(cut_bytes(Wire.of(wire), n, of) for row in job.rank_numels for n in row):,} "
+            f"bytes in {wire}"
+            for wire in wires
+        )
+        places = ", ".join(f"{replica} at {place}" for replica, place in enumerate(of))
+        yield f"replica {places}: a sync of all units sends out of a place {', '.join(sent)}"
+
+
+def cut_bytes(wire: Wire, numel: int, of: Sequence[int]) -> int:
+    """Return the payload of a sum that leaves a place, the largest of all places.
+
+    Encoded sums are formed in a place first; a ring of fp32 follows the order of the ranks.
+
+    Args:
+        wire: type on the wire.
+        numel: elements of the addends.
+        of: place of each rank.
+    """
+    size, num_places = len(of), len(set(of))
+
+    def leaving(place: int) -> int:
+        mine = [rank for rank, each in enumerate(of) if each == place]
+        num_others = size - len(mine)
+        if wire.codec is None:
+            num_edges = sum(of[(rank + 1) % size] != place for rank in mine)
+            return num_edges * all_reduce_payload(FP32_BYTES * numel, size)
+        if not wire.codec.encodes_sums:
+            return len(mine) * num_others * wire.codec.encoded_bytes(numel)
+        width = wire.codec.encoded_bytes(Chunks.split(numel, size, wire.codec).numel)
+        return width * (num_others + len(mine) * (num_places - 1))
+
+    return max(leaving(place) for place in set(of))
 
 
 def control_bytes(job: Job, config: EditConfig) -> int:
