@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,11 +46,11 @@ def combine(digests: Sequence[int]) -> int:
 
 def combine_columns(rows: Tensor) -> list[int]:
     """Combine the digests of each column, int64 [n, columns], from the first row to the last."""
-    total = torch.zeros(rows.shape[1:], dtype=torch.int64)
-    for row in rows:
-        total = total * _signed(_MIX) + row + 1  # modulo 2^64
-        total ^= (total >> 29) & (_MASK >> 29)  # as an unsigned number
-    return list(total.tolist())
+    total = np.zeros(rows.shape[1:], dtype=np.uint64)
+    for row in rows.numpy().view(np.uint64):
+        total = total * np.uint64(_MIX) + row + np.uint64(1)  # modulo 2^64
+        total ^= total >> np.uint64(29)
+    return list(total.view(np.int64).tolist())
 
 
 def as_hex(digest: int) -> str:

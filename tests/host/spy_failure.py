@@ -21,3 +21,16 @@ def fail() -> None:
         return train_step(*args, **kwargs)
 
     training.train_step = failing
+
+
+def lack_memory() -> None:
+    """A `before` hook: the rank of replica 1 of two cannot allocate anchor and momentum."""
+    import torch
+
+    from megatron_edit.engine.sync.outer_state import OuterState
+
+    def allocate(*_: Any, **__: Any) -> OuterState:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if os.environ["RANK"] == "1":
+        OuterState.allocate = allocate  # type: ignore[method-assign]

@@ -58,22 +58,25 @@ def test_timeout_given_by_the_user_is_fixed() -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "rate", "least"),
-    [(12e9, 125e6 / 8, 1500.0), (12e9, 12.5e9, 600.0), (1e5, 1.0, 600.0)],
+    [(12e9, 125e6 / 8, 4 * 672.0), (12e9, 12.5e9, 600.0), (1e5, 1.0, 600.0)],
     ids=["12B at 1 Gbit", "12B at 100 Gbit a rank", "tiny"],
 )
 def test_timeout_allows_for_the_bytes(
     parameters: float, rate: float, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks a replica. NCCL's watchdog counts from the launch of all of a step's exchanges.
-    Catches a first step of the warm-up that ends in SIGABRT after ten minutes."""
+    """Eight replicas of eight ranks. NCCL's watchdog counts from the launch of all of a step's
+    exchanges. Catches a first step of the warm-up that ends in SIGABRT after ten minutes."""
     monkeypatch.setattr(tuning, "measure_links", lambda groups: (rate, 0.03))
     monkeypatch.setattr(tuning, "measure_latency", lambda groups: 0.001)
     limited, anything = group(), SimpleNamespace
     numels = torch.full((8, 1), int(parameters / 8))
-    groups: Any = anything(sync=anything(size=2), warm_up=lambda **_: None)
+    groups: Any = anything(sync=anything(size=8), warm_up=lambda **_: None)
     settings: Any = anything(num_phases=0, moments=anything(rule=NO_MOMENTS))
     timeout = AdaptiveTimeout([limited], is_fixed=False)
-    AutoTuner(settings, groups, numels, cast(Any, None)).open_groups(timeout)
+    together = AutoTuner(settings, groups, numels, cast(Any, None)).open_groups(timeout)
+    assert together == (0 if parameters < 1e6 else round(0.03 * rate))
+    elastic = AutoTuner(settings, groups, numels, cast(Any, None), has_links=False)
+    assert elastic.open_groups(timeout) == 0  # some replicas may not be there yet
     timeout.begin()
     timeout.follow_step()
     found = limited.timeout.total_seconds()
