@@ -250,14 +250,15 @@ class Forks:
 
 
 class Hosts:
-    """Starts trainings in the hosts of a lab, one rank in each, one training after another.
+    """Starts trainings in the hosts of a lab, one after another.
 
     Args:
-        lab: of at least as many hosts as any training has ranks.
+        lab: of at least as many hosts as any training needs.
+        ranks_per_host: ranks in each host.
     """
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
+    def __init__(self, lab: Lab, ranks_per_host: int = 1) -> None:
+        self.lab, self._ranks_per_host = lab, ranks_per_host
         self._port = FIRST_LAB_PORT
 
     @contextmanager
@@ -280,7 +281,12 @@ class Hosts:
                 argv = [*_pin_to_core(number), *launcher, *rank.words]
                 with training.log(number).open("w") as log:
                     process = self.lab.popen(
-                        number, argv, env, stdout=log, stderr=log, cwd=rank.package
+                        number // self._ranks_per_host,
+                        argv,
+                        env,
+                        stdout=log,
+                        stderr=log,
+                        cwd=rank.package,
                     )
                 processes.append(process)
                 training.add(process.pid, process.poll)
