@@ -164,7 +164,7 @@ class Codec(ABC):
 
     def slab_numel(self, data: Tensor) -> int:
         """Values of all rows that are encoded or decoded together on the device of `data`."""
-        return slab_numel(data)
+        return _SLAB_NUMEL.get(data.device.type, _SLAB_NUMEL_ELSEWHERE)
 
     def _together(self, rows: Tensor) -> list[slice]:
         """Which rows [rows, n] are encoded or decoded in the same launches: all, or if each fills
@@ -496,11 +496,6 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 def aligned(nbytes: int) -> int:
     """Round up to a size at which other encodings may follow."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def slab_numel(values: Tensor) -> int:
-    """Elements that are worked on together on the device of `values`."""
-    return _SLAB_NUMEL.get(values.device.type, _SLAB_NUMEL_ELSEWHERE)
 
 
 def slabs(start: int, stop: int, step: int) -> list[slice]:

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_edit.method.codec import slab_numel, slabs
-
 CLIP_EPSILON = 1e-6
+# Elements that are scaled at once: on the CPU they stay in a cache, elsewhere launches are few.
+_CPU_SLAB, _SLAB = 1 << 18, 1 << 24
 
 
 def weighted_contribution(delta: Tensor, weight: float) -> Tensor:
@@ -47,8 +47,9 @@ def add_product_(target: Tensor, values: Tensor, factor: float) -> None:
 
     Not `add_` with `alpha`, which rounds only once where the processor has a fused multiply-add.
     """
-    for where in slabs(0, target.numel(), slab_numel(target)):
-        target[where].add_(values[where] * factor)
+    slab = _CPU_SLAB if target.device.type == "cpu" else _SLAB
+    for part, addend in zip(target.split(slab), values.split(slab), strict=True):
+        part.add_(addend * factor)
 
 
 class OuterRule(Protocol):

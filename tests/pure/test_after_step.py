@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_edit.comm.flags import Flag
+from megatron_edit.comm.streams import NoStreams
 from megatron_edit.engine import EditEngine, ParamShard, plan_units
 from megatron_edit.engine.plan import MeetingOutcome
 from megatron_edit.engine.sync.manager import SyncManager
@@ -49,6 +50,7 @@ class Step:
             syncs=anything(
                 due=lambda step: due if step == 10 else (),
                 begin_landing=self._record("land"), land_all=self._land_all, poll=lambda: None,
+                agree_on_second_phases=lambda: None,
             ),
             _trigger=anything(meeting_after=self._meeting_after(meeting)),
             _meet=self._record("meet"), _context=nullcontext,
@@ -183,12 +185,14 @@ def test_late_digests_are_compared_once() -> None:
         zeroed.append(shard.name)
         return 1
 
+    groups = anything(sync=anything(rank=0, streams=NoStreams()))
+    outer = anything(prefetch=lambda *_: iter(()))
     host = anything(zero_nonfinite_moments=zero)
     reporter = anything(on_local_message=lambda text: None)
     syncs = anything(
         _reports=anything(late_digests={0: 1.0, 1: 2.0}), _reporter=reporter, _host=host,
-        _groups=anything(sync=anything(rank=0)), _settings=anything(landing=DIRECT_COPY),
-        _context=lambda: anything(groups=None, outer=anything(prefetch=lambda *_: iter(()))),
+        _groups=groups, _settings=anything(landing=DIRECT_COPY),
+        _context=lambda: anything(groups=groups, outer=outer, together_numel=0),
     )  # fmt: skip
     selection = select_units(plan_units(params, ["a", "b"], ["a", "b"]), [1])
     assert SyncManager.late_digests(syncs, selection) == {1: 2.0}

@@ -264,7 +264,7 @@ def test_delayed_syncs_land_after_their_due_step() -> None:
 @pytest.mark.parametrize("wire", [Wire.of("fp32"), Wire.of("int8")])
 def test_wire_bytes_count_only_units_that_were_sent(wire: Wire) -> None:
     """Control records and units that are not rolled back, sent by all ranks of a replica."""
-    groups = anything(sync=anything(size=3))
+    groups = anything(sync=anything(size=3, places=None))
     footprint = Footprint(torch.tensor([[100, 50, 7], [90, 40, 7]]), 80, 0)
     reports = SyncReports(groups, anything(), wire, footprint)
     rollback = torch.tensor([False, True])

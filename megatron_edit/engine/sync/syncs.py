@@ -274,16 +274,17 @@ class Sync(ABC):
         is_over = True
         for unit in (each for each in self._inflight if not each.is_stepped):
             with naming_unit(unit.shard):
-                self._launch_with_others(unit)
+                if len(batch := self._batch_of(unit)) > 1:
+                    self._launch_as_one(batch)
                 if not unit.advance(self._groups, self._context.wire):
                     is_over = False
                     if not self.launches_together:
                         break
         return is_over
 
-    def _launch_with_others(self, unit: UnitSync) -> None:
-        """Launch a unit's exchange, if necessary, and those that begin with it."""
-        self._launch_as_one([unit])
+    def _batch_of(self, unit: UnitSync) -> Sequence[UnitSync]:
+        """The units in flight that are launched with a unit; it is one of them."""
+        return (unit,)
 
     def _launch_as_one(self, units: Iterable[UnitSync]) -> None:
         """Begin the exchanges of these units, as far as they have not begun, in one launch.
@@ -311,7 +312,7 @@ class ForwardSync(Sync):
             indices = [plan.selection.indices[shard.index] for shard in shards]
             numels = [context.unit_numels[index] for index in indices]
             self._batches = batch_numbers(numels, context.together_numel)
-        self._batch_of = dict(zip((s.name for s in shards), self._batches, strict=True))
+        self._batch_numbers = dict(zip((s.name for s in shards), self._batches, strict=True))
 
     @property
     def launches_together(self) -> bool:
@@ -366,10 +367,9 @@ class ForwardSync(Sync):
         oldest, following = len(self._results), self._num_started
         return self._batches[following] - self._batches[oldest] < self._context.depth
 
-    def _launch_with_others(self, unit: UnitSync) -> None:
-        """Launch it with the other units of its batch."""
-        batch = self._batch_of[unit.shard.name]
-        self._launch_as_one(u for u in self._inflight if self._batch_of[u.shard.name] == batch)
+    def _batch_of(self, unit: UnitSync) -> Sequence[UnitSync]:
+        numbers, number = self._batch_numbers, self._batch_numbers[unit.shard.name]
+        return [each for each in self._inflight if numbers[each.shard.name] == number]
 
 
 class DelayedSync(Sync):
