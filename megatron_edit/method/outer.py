@@ -1,7 +1,8 @@
 """Arithmetic of a sync on one unit's shard: contribution, clip, outer step (method 3, 6).
 
 Every replica runs the outer step for itself, and all must get the same bits, also on unlike
-processors: each product and each sum is rounded on its own.
+processors: each product and each sum is rounded on its own. `add_` with `alpha` is not used: it
+rounds only once where the processor has a fused multiply-add.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import torch
 from torch import Tensor
 
 CLIP_EPSILON = 1e-6
-# Elements that are scaled at once: on the CPU they stay in a cache, elsewhere launches are few.
-_CPU_SLAB, _SLAB = 1 << 18, 1 << 24
 
 
 def weighted_contribution(delta: Tensor, weight: float) -> Tensor:
@@ -40,16 +39,6 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
     if max_norm is None:
         return torch.ones_like(norm)
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-
-
-def add_product_(target: Tensor, values: Tensor, factor: float) -> None:
-    """target += factor * values, both fp32 [n], in place.
-
-    Not `add_` with `alpha`, which rounds only once where the processor has a fused multiply-add.
-    """
-    slab = _CPU_SLAB if target.device.type == "cpu" else _SLAB
-    for part, addend in zip(target.split(slab), values.split(slab), strict=True):
-        part.add_(addend * factor)
 
 
 class OuterRule(Protocol):
@@ -101,8 +90,9 @@ class Nesterov:
         """Update anchor and momentum, fp32 [n], in place; the average is used as scratch."""
         average.mul_(clip)
         momentum.mul_(self.momentum).add_(average)
-        add_product_(average, momentum, self.momentum)
-        add_product_(anchor, average, -self.lr)
+        anchor.sub_(average.mul_(self.lr)).sub_(
+            average.copy_(momentum).mul_(self.lr * self.momentum)
+        )
 
 
 @dataclass(frozen=True)
@@ -133,8 +123,8 @@ class SlowMomentum:
         if inner_lr == 0.0:
             anchor.sub_(average)
             return
-        add_product_(momentum.mul_(self.momentum), average, 1.0 / inner_lr)
-        add_product_(anchor, momentum, -self.lr * inner_lr)
+        momentum.mul_(self.momentum).add_(average.mul_(1.0 / inner_lr))
+        anchor.sub_(average.copy_(momentum).mul_(self.lr * inner_lr))
 
 
 @dataclass(frozen=True)
@@ -164,7 +154,7 @@ class StaleMomentum:
     ) -> None:
         """Update anchor and momentum, fp32 [n], in place; `inner_lr` is not used."""
         average.mul_(clip)
-        add_product_(momentum.mul_(self.momentum), average, 1.0 / self.gap)
+        momentum.mul_(self.momentum).add_(average.mul_(1.0 / self.gap))
         if self.bound is not None:
             momentum.clamp_(-self.bound, self.bound)
-        add_product_(anchor, momentum, -self.lr)
+        anchor.sub_(average.copy_(momentum).mul_(self.lr))

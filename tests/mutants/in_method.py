@@ -359,8 +359,8 @@ METHOD = (
         id="method/outer-no-lookahead",
         bug="the outer step is heavy-ball, not Nesterov",
         file="method/outer.py",
-        old="add_product_(anchor, average, -self.lr)",
-        new="add_product_(anchor, momentum, -self.lr)",
+        old="anchor.sub_(average.mul_(self.lr)).sub_(average.copy_(momentum)",
+        new="anchor.sub_(average.copy_(momentum)",
         test="pure/test_outer_rules.py::test_outer_steps_equal_the_reference",
     ),
     Mutant(
@@ -383,8 +383,8 @@ METHOD = (
         id="method/outer-slowmo-rate",
         bug="SlowMo's momentum is not divided by the inner learning rate",
         file="method/outer.py",
-        old="average, 1.0 / inner_lr)",
-        new="average, 1.0)",
+        old="average.mul_(1.0 / inner_lr)",
+        new="average.mul_(1.0)",
         test="pure/test_outer_rules.py::test_outer_steps_equal_the_reference",
     ),
     Mutant(

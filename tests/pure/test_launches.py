@@ -56,7 +56,7 @@ def test_launches_do_not_grow_with_ranks() -> None:
     """Would catch shards that are gathered, copied and added one by one, and any additional launch
     per unit: `docs/gpu.md` states their number."""
     counts = {num_ranks: launches(num_ranks) for num_ranks in (2, 8, 64)}
-    assert counts == {2: 28, 8: 28, 64: 28}
+    assert counts == {2: 29, 8: 29, 64: 29}
     text = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert f"per unit: {counts[2]} for any number of ranks" in text
 
