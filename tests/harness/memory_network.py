@@ -7,6 +7,7 @@ each other for some time (`run_in_threads`).
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Duplex, Group, Places
+from megatron_edit.comm.wire import Exchange
 
 CPU = torch.device("cpu")
 
@@ -238,3 +240,15 @@ def run_in_threads[Result](calls: Sequence[Callable[[], Result]]) -> list[Result
     if errors:
         raise errors[0]
     return [results[place] for place in range(len(calls))]
+
+
+def advance_in_random_order(exchanges: list[Exchange], order: random.Random) -> None:
+    """Advance the exchanges in random order until all are over; fail if they do not end."""
+    left = list(exchanges)
+    for _ in range(100 * len(exchanges)):
+        if not left:
+            return
+        place = order.randrange(len(left))
+        if left[place].advance():
+            del left[place]
+    raise AssertionError("the exchanges do not end")

@@ -23,7 +23,12 @@ from megatron_edit.comm.wire import (
 )
 from megatron_edit.method.codec import INT8, LOG8, Codec
 from megatron_edit.tools.plan.exchanges import cut_bytes
-from tests.harness.memory_network import Network, placed_groups, run_in_threads
+from tests.harness.memory_network import (
+    Network,
+    advance_in_random_order,
+    placed_groups,
+    run_in_threads,
+)
 
 PLACES = {
     "2 + 2": (0, 0, 1, 1),
@@ -83,14 +88,7 @@ def finish(exchanges: list[Exchange], groups: Sequence[Group], order: random.Ran
     """Advance all in random order; collectives that run in order begin at a fixed place."""
     if groups[0].runs_in_order:
         run_in_threads([partial(progress_exchanges, group) for group in groups])
-    left = list(exchanges)
-    for _ in range(1000):
-        if not left:
-            return
-        place = order.randrange(len(left))
-        if left[place].advance():
-            del left[place]
-    raise AssertionError("the exchanges do not end")
+    advance_in_random_order(exchanges, order)
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["gloo", "nccl"])

@@ -42,6 +42,22 @@ def places_of(state: OuterState) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
+def reserved_sizes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each tensor that a second reservation allocates."""
+    sizes: list[int] = []
+    rank.engine.syncs.reserve()
+    empty = torch.empty
+
+    def noting(size: int, **_: Any) -> torch.Tensor:
+        sizes.append(size)
+        return empty(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", noting)
+        rank.engine.syncs.reserve()
+    return sizes
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"sync_dtype": "int8"}, {"offload": True}], ids=["fp32", "int8", "offload"]
 )
@@ -79,18 +95,8 @@ def test_buffers_of_delayed_syncs_are_allocated_once(
     settings: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Average, snapshot and moments of all units at once, then freed: torch keeps the memory."""
-    sizes: list[int] = []
     with built(**settings) as rank:
-        rank.engine.syncs.reserve()
-        empty = torch.empty
-
-        def noting(size: int, **_: Any) -> torch.Tensor:
-            sizes.append(size)
-            return empty(size)
-
-        monkeypatch.setattr(torch, "empty", noting)
-        rank.engine.syncs.reserve()
-        monkeypatch.undo()
+        sizes = reserved_sizes(rank, monkeypatch)
     numels = [shard.numel for shard in rank.host.plan.shards]
     assert sorted(sizes) == sorted(numels * kept)
 
@@ -149,17 +155,7 @@ def test_page_locked_state_is_one_buffer(code: int, monkeypatch: pytest.MonkeyPa
 
 def test_only_the_largest_fragment_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches the buffers of all fragments, of which one is in flight at a time."""
-    sizes: list[int] = []
     with built(fragments=2, delay_steps=2, sync_interval=8) as rank:
-        rank.engine.syncs.reserve()
-        empty = torch.empty
-
-        def noting(size: int, **_: Any) -> torch.Tensor:
-            sizes.append(size)
-            return empty(size)
-
-        monkeypatch.setattr(torch, "empty", noting)
-        rank.engine.syncs.reserve()
-        monkeypatch.undo()
+        sizes = reserved_sizes(rank, monkeypatch)
     assert sizes == [40, 40, 2, 2] or sizes == [41, 41]
     assert sum(sizes) == 84
