@@ -142,7 +142,8 @@ class Group:
             order of phases (`compressed_all_reduce.py`).
         make_streams: creates `streams`; tests pass one that records the calls.
         is_own: whether this plugin created the transport and shuts it down, not Megatron.
-        is_lazy: whether its ranks connect only when they first communicate.
+        lazy_loops: a process group of this rank alone that ends the threads of gloo when it is
+            released (`stop_loops`); None unless ranks connect only when they first communicate.
         places: where its ranks are, if encoded sums are to be formed in each place first; else
             None.
     """
@@ -159,7 +160,7 @@ class Group:
     backlog: deque[Any] = field(default_factory=deque)
     make_streams: Callable[[torch.device], Streams] = streams_of
     is_own: bool = False
-    is_lazy: bool = False
+    lazy_loops: Any = None
     places: Places | None = None
     _unreaped: list[tuple[Work, Tensor]] = field(default_factory=list)
 
@@ -391,16 +392,16 @@ class Group:
         return [json.loads(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)]
 
     def warm_up(self, *collectives: Callable[[Tensor], object]) -> None:
-        """Use the group once, so that it is connected now: a group of gloo that `is_lazy` needs the
-        store for that, in which the main thread may wait later; NCCL also allocates its buffers,
-        which lie outside of torch's pool. Does nothing on other groups of gloo.
+        """Use the group once, so that it is connected now: a group of gloo that connects lazily
+        needs the store for that, in which the main thread may wait later; NCCL also allocates its
+        buffers, which lie outside of torch's pool. Does nothing on other groups of gloo.
 
         Collective: all ranks of the group.
 
         Args:
             collectives: those of its methods that training will call.
         """
-        if self.size == 1 or not (self.runs_in_order or self.is_lazy):
+        if self.size == 1 or not (self.runs_in_order or self.lazy_loops):
             return
         counts = self.payload_bytes, self.num_started
         token = torch.zeros(self.size, 1, device=self.device)
@@ -416,6 +417,16 @@ class Group:
         received = torch.empty_like(rows)
         self.start_all_to_all(received, rows, 0).wait()
         return received
+
+    def stop_loops(self) -> None:
+        """End the threads that serve the connections of a group that connects lazily. Nothing can
+        be sent on it from then on; all of its ranks come here before one of them calls `close`.
+
+        Else a rank could abort in `close`: gloo ends such a thread before it closes connections,
+        and a thread that is about to end may be woken again and again by a connection that the
+        other rank has closed, if a child process of this one (of a data loader) holds its socket.
+        """
+        self.lazy_loops = None
 
     def close(self) -> None:
         """Release the transport; no message may be in flight. Threads of gloo are joined here, and

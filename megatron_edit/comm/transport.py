@@ -38,7 +38,8 @@ class Transport:
         is_lazy: whether gloo connects two ranks only when they first communicate. Each then sends
             the store 154 bytes and reads as many of the few ranks that a collective connects it
             to; else each of K ranks reads 154 + 8 K bytes of every one and has K - 1 connections.
-            For groups inside a replica, whose ranks have met before: it does not wait for them.
+            For a group inside a replica, whose ranks have met before (it does not wait for them),
+            and which is closed at a regular end alone (see `Group.stop_loops`).
     """
 
     backend: str
@@ -200,9 +201,7 @@ def stand_alone_group(
     Raises:
         ReplicaLostError: some rank did not join within `timeout`.
     """
-    group = Group(
-        None, rank, size, transport.device, timeout, name, is_own=True, is_lazy=transport.is_lazy
-    )
+    group = Group(None, rank, size, transport.device, timeout, name, is_own=True)
     if size == 1:
         return group
     try:
@@ -232,7 +231,10 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
     how = _lazy_options(group.timeout) if transport.is_lazy else group.timeout
-    return on_device(dist.ProcessGroupGloo(prefixed, group.rank, group.size, how), group)
+    gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, how)
+    if transport.is_lazy:  # after it: ranks find each other by the order of connections on a device
+        group.lazy_loops = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, how)
+    return on_device(gloo, group)
 
 
 def _lazy_options(timeout: timedelta) -> Any:

@@ -190,17 +190,10 @@ class EditEngine:
         # All replicas are at the end and none is ahead, so nothing is suppressed any more.
         state.timeout.is_in_steps, state.suppressed_until_step = False, 0
 
-    def close(self, *, groups: bool = False) -> None:
-        """Stop polling the store and progressing exchanges. Idempotent.
-
-        Args:
-            groups: whether to release the transports, too: at a regular end, when no message is in
-                flight and all replicas have finished.
-        """
+    def close(self) -> None:
+        """Stop polling the store and progressing exchanges. Idempotent."""
         self.syncs.close()
         self._board.close()
-        if groups:
-            self.groups.close()
 
     def pending_replica_failure(self) -> ReplicaLostError | None:
         """Return a replica loss that the progress thread has found and the main thread has not. If

@@ -319,19 +319,20 @@ class EngineGroups:
         for tie in ties:
             tie.warm_up(tie.broadcast)
 
+    def stop_loops(self) -> None:
+        """End the use of groups that connect lazily, before all ranks meet and then `close`."""
+        self.control.stop_loops()
+
     def close(self) -> None:
-        """Release the transports at a regular end, with no message in flight.
+        """Release the transports at a regular end, when all replicas have finished and no message
+        is in flight.
 
         The threads of gloo are joined here and not at interpreter exit, which may abort the process
         (exit code -6).
         """
-        for group in (self.sync, self.meeting, self.control, *self._inside):
+        ties = (self.ties[name] for name in sorted(self.ties))
+        for group in (self.sync, self.meeting, self.control, self.replica, self.stage, *ties):
             group.close()
-
-    @property
-    def _inside(self) -> tuple[Group, ...]:
-        """Groups inside the replica, in an order that is the same on all ranks."""
-        return (self.replica, self.stage, *(self.ties[name] for name in sorted(self.ties)))
 
 
 @dataclass(frozen=True)

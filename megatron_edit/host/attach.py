@@ -161,8 +161,9 @@ class Attachment:
             # that ends during such a request may abort with another exit code.
             engine.close()
             if error is None:
+                engine.groups.stop_loops()
                 self._world.exit_barrier()
-                engine.close(groups=True)
+                engine.groups.close()
         if self._loop is not None:
             self._loop.end(loss or error)
         if self._world is not None:

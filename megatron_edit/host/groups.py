@@ -235,7 +235,7 @@ class _ReplicaGroups:
             self.world.replica_store,
             group.rank(),
             group.size(),
-            replace(self.transport, members=(), net="", is_lazy=True),
+            replace(self.transport, members=(), net=""),
             self.world.timeout,
             f"{name} group of rank {first}",
         )

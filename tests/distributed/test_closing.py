@@ -1,0 +1,55 @@
+"""Groups are closed at a regular end while a child process still holds their sockets."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_edit.comm.transport import ON_CPU, Transport, stand_alone_group
+from tests.harness import run_ranks
+
+NUM_GROUPS = 40
+TICK_SECONDS = 0.01  # gloo's threads look for their end as often
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_ranks_close_groups_that_a_child_process_holds(is_lazy: bool) -> None:
+    """The first rank has a child process, like that of a data loader. Would catch a rank that
+    aborts (exit code -6) after a training that succeeded: without `stop_loops` each run does."""
+    run_ranks("tests.distributed.test_closing:close_groups", 2, (is_lazy,), check=True)
+
+
+def close_groups(is_lazy: bool) -> None:
+    """Connect groups, fork a child process, and close them on both ranks at nearly one moment."""
+    rank = int(os.environ["RANK"])
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    transport = Transport(ON_CPU.backend, ON_CPU.device, is_lazy=is_lazy)
+    groups = [
+        stand_alone_group(store, rank, 2, transport, timedelta(seconds=30), f"group {number}")
+        for number in range(NUM_GROUPS)
+    ]
+    for group in groups:
+        group.all_reduce(torch.ones(1))
+    child = os.fork() if rank == 0 else None
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    for number, group in enumerate(groups):
+        time.sleep(random.random() * TICK_SECONDS)
+        group.stop_loops()
+        store.set(f"{number} {rank}", "")
+        store.wait([f"{number} {1 - rank}"])
+        time.sleep(random.random() * TICK_SECONDS)
+        group.close()
+    if child is not None:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    store.set(f"end {rank}", "")
+    store.wait([f"end {1 - rank}"])
