@@ -327,11 +327,11 @@ class CodedExchange(_Exchange):
     @property
     def on_wire(self) -> Work | None:
         """The collective that `advance` waits for, possibly of an earlier exchange; None if the sum
-        is available."""
+        is available. It may be done by now: then `advance` goes on."""
         if self.is_decoded:
             return None
         has_begun = self.num_begun == len(self.steps)
-        return self.work if has_begun else next_work(self.group)
+        return self.work if has_begun else self.group.backlog[0].work
 
     def _send_addends(self) -> Work:
         """Begin phase (a)."""
@@ -524,12 +524,6 @@ def advance_backlog(group: Group) -> None:
         while exchange.num_begun < min(len(exchange.steps), limit) and exchange.is_ready:
             exchange.begin_next()
         limit = exchange.num_begun
-
-
-def next_work(group: Group) -> Work | None:
-    """The collective that the exchanges in the backlog wait for: of the oldest that is not done."""
-    works = (exchange.work for exchange in group.backlog)
-    return next((work for work in works if work is not None and not work.is_completed), None)
 
 
 def on_exchange_stream(group: Group) -> AbstractContextManager[Any]:

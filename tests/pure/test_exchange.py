@@ -180,6 +180,21 @@ def test_advancing_begins_no_second_phase_where_collectives_run_in_order() -> No
     finish(exchanges, random.Random(1), groups)
 
 
+@pytest.mark.parametrize("name", WIRE_TYPES)
+def test_an_exchange_whose_collective_is_just_done_has_work_on_the_wire(name: str) -> None:
+    """The last message arrives after `advance` and before `on_wire` is read. Catches a progress
+    thread that has nothing to wait for then, so that the exchange stands still until the main
+    thread needs its sum."""
+    one, other = two_phase_groups(2, Network())
+    wire = Wire.of(name)
+    mine = [wire.start(one, torch.ones(300)) for _ in range(2)]
+    assert not any(exchange.advance() for exchange in mine)
+    theirs = [wire.start(other, torch.ones(300)) for _ in range(2)]
+    assert all(exchange.on_wire is not None for exchange in mine)
+    finish([*mine, *theirs], random.Random(1))
+    assert all(exchange.on_wire is None for exchange in mine)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_exchange_carries_several_codecs(size: int) -> None:
     """Parameters of a unit together with moments of the inner optimizer, on in-order collectives.
