@@ -245,6 +245,7 @@ def call_all(group: Group) -> Found:
         found.microseconds[f"{group.name}, {name}"] = 1e6 * (time.perf_counter() - began)
         found.complaints.extend([f"{group.name}, {name}: {wrong}"] if wrong else [])
     try:
+        group.stop_loops()
         group.close()
     except RuntimeError as error:
         found.complaints.append(f"{group.name}, close: {error}")

@@ -26,7 +26,7 @@ program on all ranks of a replica: some devices run collectives of several commu
 the other, and two ranks that launch them in different orders would wait for each other. So
 advancing an exchange never begins its phase (b). That happens when another exchange begins, when a
 unit has landed, when the sum is waited for, and where all ranks of the replica have agreed that
-their phases (a) are done (`SyncManager.agree_on_second_phases`); not immediately, since its first
+their phases (a) are done (`SyncManager.agree_on_next_steps`); not immediately, since its first
 kernel waits for (a), and on a device with one hardware queue it would block all later kernels.
 Encoding runs on a stream that overlaps compute, and the host never blocks. For the same reason sums
 that begin together are one exchange: launched one after the other, each would block the queue until

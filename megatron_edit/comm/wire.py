@@ -156,8 +156,8 @@ def _check_phases(group: Group, needed: int) -> None:
 
 
 def progress_exchanges(group: Group) -> None:
-    """Where collectives run in order, queue the second phases of all exchanges on the device, which
-    then waits for their first phases. Does not block the host."""
+    """Where collectives run in order, queue the remaining steps of all exchanges on the device,
+    which then waits for those before them. Does not block the host."""
     while group.runs_in_order and group.backlog:
         group.backlog[0].begin_next()
 

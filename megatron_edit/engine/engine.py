@@ -190,10 +190,17 @@ class EditEngine:
         # All replicas are at the end and none is ahead, so nothing is suppressed any more.
         state.timeout.is_in_steps, state.suppressed_until_step = False, 0
 
-    def close(self) -> None:
-        """Stop polling the store and progressing exchanges. Idempotent."""
+    def close(self, *, is_regular: bool = False) -> None:
+        """Stop polling the store and progressing exchanges; at a regular end, also whatever sends
+        to other ranks of the replica. Idempotent."""
         self.syncs.close()
         self._board.close()
+        if is_regular:
+            self.groups.stop_loops()
+
+    def release(self) -> None:
+        """Release the transports at a regular end, when all ranks have called `close`."""
+        self.groups.close()
 
     def pending_replica_failure(self) -> ReplicaLostError | None:
         """Return a replica loss that the progress thread has found and the main thread has not. If
@@ -251,7 +258,7 @@ class EditEngine:
             if self.host.awaits_gather:
                 self.host.gather_parameters()
             syncs.poll()
-            syncs.agree_on_second_phases()
+            syncs.agree_on_next_steps()
             self._tuner.meter.end_step(state.step)
             self._flags.post(
                 (Flag.MEET if is_requesting else Flag.NONE)

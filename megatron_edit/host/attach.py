@@ -159,11 +159,10 @@ class Attachment:
         if self._world is not None and engine is not None:
             # Its thread uses the store, which may be gone once all ranks have exited; and a process
             # that ends during such a request may abort with another exit code.
-            engine.close()
+            engine.close(is_regular=error is None)
             if error is None:
-                engine.groups.stop_loops()
                 self._world.exit_barrier()
-                engine.groups.close()
+                engine.release()
         if self._loop is not None:
             self._loop.end(loss or error)
         if self._world is not None:

@@ -50,7 +50,7 @@ class Step:
             syncs=anything(
                 due=lambda step: due if step == 10 else (),
                 begin_landing=self._record("land"), land_all=self._land_all, poll=lambda: None,
-                agree_on_second_phases=lambda: None,
+                agree_on_next_steps=lambda: None,
             ),
             _trigger=anything(meeting_after=self._meeting_after(meeting)),
             _meet=self._record("meet"), _context=nullcontext,

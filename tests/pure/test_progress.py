@@ -214,9 +214,9 @@ class Replica:
         together: int = 0,
     ) -> None:  # fmt: skip
         plan = plan_of(0.0)
-        outer = OuterState.from_parameters(
+        outer = OuterState.allocate(
             plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2
-        )
+        ).at_parameters(plan)
         for shard in plan.shards:
             shard.scatter(torch.full((2,), -1.0 - rank))
         shape = (2, len(UNITS))

@@ -45,7 +45,8 @@ def plan_of(unit: str = "layer.1", tie: str | None = None) -> UnitPlan:
 
 def outer_of(plan: UnitPlan, *, offload: bool = False) -> OuterState:
     """The outer state of one replica, with the current parameters as anchor."""
-    return OuterState.from_parameters(plan, CPU, offload=offload, num_replicas=1, max_staged=2)
+    outer = OuterState.allocate(plan, CPU, offload=offload, num_replicas=1, max_staged=2)
+    return outer.at_parameters(plan)
 
 
 def groups_with(

@@ -7,7 +7,7 @@ Landing is independent of that: it communicates inside a replica only, and the h
 same places on all ranks of the replica (`land_up_to`, `land_all`).
 
 Where collectives run in order, second phases of delayed exchanges begin at the same step on all
-ranks of a replica (`agree_on_second_phases`).
+ranks of a replica (`agree_on_next_steps`).
 
 Note: two threads. Over sockets a progress thread advances exchanges while the main thread computes,
 and runs the outer steps of the landing sync, unit by unit (`_drive`). It does the same work in the
@@ -291,7 +291,7 @@ class SyncManager:
         else:
             self._thread.raise_failure()
 
-    def agree_on_second_phases(self) -> None:
+    def agree_on_next_steps(self) -> None:
         """Begin the next steps of exchanges whose last ones were done on all ranks of the replica
         one step ago; once a step. See the note on the order of phases
         (`comm/compressed_all_reduce.py`).
@@ -489,15 +489,17 @@ class SyncManager:
 
     def _context(self) -> SyncContext:
         settings = self._settings
-        largest = self.footprint.unit_numels.amax(dim=0)
+        numels: list[int] = []
+        if self.together_bytes:
+            numels = self.footprint.unit_numels.amax(dim=0).tolist()
         return SyncContext(
             self._host,
             self._groups,
             settings.wire,
             settings.depth,
             self.outer,
-            tuple(largest.tolist()) if self.together_bytes else (),
-            min(self.together_bytes // FP32_BYTES, int(largest.max())),
+            tuple(numels),
+            min(self.together_bytes // FP32_BYTES, max(numels, default=0)),
         )
 
     def _all(self) -> list[Sync]:

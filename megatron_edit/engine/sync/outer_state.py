@@ -103,30 +103,6 @@ class OuterState:
     offload_streams: OffloadStreams | None = None
 
     @classmethod
-    def from_parameters(
-        cls,
-        plan: UnitPlan,
-        device: torch.device,
-        *,
-        offload: bool,
-        num_replicas: int,
-        max_staged: int,
-        wire: Wire | None = None,
-        streams: Streams | None = None,
-    ) -> OuterState:
-        """Copy the current parameters to the anchor; momentum starts at zero. See `allocate`."""
-        state = cls.allocate(
-            plan,
-            device,
-            offload=offload,
-            num_replicas=num_replicas,
-            max_staged=max_staged,
-            wire=wire,
-            streams=streams,
-        )
-        return state.at_parameters(plan)
-
-    @classmethod
     def allocate(
         cls,
         plan: UnitPlan,
