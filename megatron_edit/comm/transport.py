@@ -20,6 +20,9 @@ from megatron_edit.flags import AUTO, flag
 # NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. Two
 # move some GB/s, more than such a link; NCCL_MAX_CTAS overrides this value.
 MAX_CTAS = 2
+# Collectives of a group that gloo carries at the same time (its own default is 2): those of small
+# units share the latency of a link.
+GLOO_THREADS = 16
 # NCCL's name of TCP connections, and the variable by which the environment chooses the network of
 # all communicators, whatever is asked for one of them.
 SOCKET, NET_VARIABLE = "Socket", "NCCL_NET"
@@ -230,20 +233,20 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options.group_name = prefix
         options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
-    how = _lazy_options(group.timeout) if transport.is_lazy else group.timeout
-    gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, how)
+    options = _gloo_options(group.timeout, is_lazy=transport.is_lazy)
+    gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, options)
     if transport.is_lazy:  # after it: ranks find each other by the order of connections on a device
-        group.lazy_loops = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, how)
+        group.lazy_loops = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
     return on_device(gloo, group)
 
 
-def _lazy_options(timeout: timedelta) -> Any:
-    """Options with which ranks connect late, on the interfaces that gloo uses without options."""
+def _gloo_options(timeout: timedelta, *, is_lazy: bool) -> Any:
+    """Options of a process group, on the interfaces that gloo uses without options."""
     gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
     names = [name for name in os.environ.get(GLOO_INTERFACE, "").split(",") if name]
-    devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
-    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
-    options._timeout, options._threads = timeout, 2 * len(options._devices)
+    devices = [gloo.create_device(interface=name, lazy_init=is_lazy) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=is_lazy)]
+    options._timeout, options._threads = timeout, 2 if is_lazy else GLOO_THREADS
     return options
 
 

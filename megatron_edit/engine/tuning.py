@@ -43,7 +43,8 @@ from megatron_edit.method.outer import Nesterov
 from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
 
 MEASURED_STEPS = 10  # at the end of the warm-up
-_PROBE_SECONDS = 0.3  # least duration of the transfer that gives the rate
+# Least duration, without the latency, of the transfer that gives the rate.
+_PROBE_SECONDS, _PROBE_LATENCIES = 0.3, 4
 _FIRST_PROBE = 1 << 14  # elements
 _LARGEST_PROBE = 1 << 24
 _LEAST_WORK, _MOST_WORK = 1 << 18, 1 << 22  # elements
@@ -161,7 +162,7 @@ class AutoTuner:
         latency = measure_latency(self.groups)
         if nbytes <= _QUICK_BYTES and latency <= _SHORT_LATENCY:
             return 0
-        rate, latency = measure_links(self.groups)
+        rate = measure_rate(self.groups, latency)
         timeout.allow_transfer(latency + all_reduce_payload(nbytes, size) / rate)
         return round(rate * latency)
 
@@ -238,21 +239,35 @@ class AutoTuner:
 def measure_links(groups: EngineGroups) -> tuple[float, float]:
     """Bytes per second that a rank sends while all ranks of all replicas do, and the latency.
 
-    Transfers are doubled until the slowest rank needs `_PROBE_SECONDS`.
-
     Collective: all ranks of all replicas.
     """
-    sync = groups.sync
-    if sync.size == 1:
+    if groups.sync.size == 1:
         return math.inf, 0.0
-    latency, numel = measure_latency(groups), _FIRST_PROBE
+    latency = measure_latency(groups)
+    return measure_rate(groups, latency), latency
+
+
+def measure_rate(groups: EngineGroups, latency: float) -> float:
+    """Bytes per second that a rank sends while all ranks of all replicas do.
+
+    Transfers are doubled until the slowest rank needs `_PROBE_SECONDS`, and several latencies: TCP
+    uses the whole rate of a link only some round trips after a transfer has begun.
+
+    Collective: all ranks of all replicas.
+
+    Args:
+        groups: the communication groups.
+        latency: seconds of an exchange without content.
+    """
+    sync, numel = groups.sync, _FIRST_PROBE
+    least = latency + max(_PROBE_SECONDS, _PROBE_LATENCIES * latency)
     while True:
         values = torch.zeros(numel, device=sync.device)
         sent = sync.payload_bytes
         seconds = float(_gather_all(groups, [_seconds_of(groups, values)]).max())
         sent = sync.payload_bytes - sent
-        if seconds >= _PROBE_SECONDS or numel >= _LARGEST_PROBE:
-            return sent / max(seconds - latency, 1e-9), latency
+        if seconds >= least or numel >= _LARGEST_PROBE:
+            return sent / max(seconds - latency, 1e-9)
         numel *= 2
 
 

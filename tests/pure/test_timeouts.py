@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.timeouts import AdaptiveTimeout, StepTimes
+from megatron_edit.comm.transport import GLOO_THREADS, ON_CPU, _process_group
 from megatron_edit.engine import tuning
 from megatron_edit.engine.tuning import AutoTuner
 from megatron_edit.method.moments import NO_MOMENTS
@@ -66,21 +68,51 @@ def test_timeout_allows_for_the_bytes(
 ) -> None:
     """Eight replicas of eight ranks. NCCL's watchdog counts from the launch of all of a step's
     exchanges. Catches a first step of the warm-up that ends in SIGABRT after ten minutes."""
-    monkeypatch.setattr(tuning, "measure_links", lambda groups: (rate, 0.03))
-    monkeypatch.setattr(tuning, "measure_latency", lambda groups: 0.001)
+    monkeypatch.setattr(tuning, "measure_rate", lambda groups, latency: rate)
+    monkeypatch.setattr(tuning, "measure_latency", lambda groups: 0.002)
     limited, anything = group(), SimpleNamespace
     numels = torch.full((8, 1), int(parameters / 8))
     groups: Any = anything(sync=anything(size=8), warm_up=lambda **_: None)
     settings: Any = anything(num_phases=0, moments=anything(rule=NO_MOMENTS))
     timeout = AdaptiveTimeout([limited], is_fixed=False)
     together = AutoTuner(settings, groups, numels, cast(Any, None)).open_groups(timeout)
-    assert together == (0 if parameters < 1e6 else round(0.03 * rate))
+    assert together == (0 if parameters < 1e6 else round(0.002 * rate))
     elastic = AutoTuner(settings, groups, numels, cast(Any, None), has_links=False)
     assert elastic.open_groups(timeout) == 0  # some replicas may not be there yet
     timeout.begin()
     timeout.follow_step()
     found = limited.timeout.total_seconds()
     assert found >= least and (found == 600.0) is (least == 600.0)
+
+
+@pytest.mark.parametrize("latency", [0.0001, 0.15])
+def test_rate_of_a_distant_link_is_measured_beyond_its_latency(
+    latency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the first transfers takes some latencies, whatever its size, as TCP begins slowly.
+    Catches a rate that is a hundred times too low: the latency alone was as long as a measurement
+    should take, and units of 64 kB were exchanged one by one."""
+    link, sent = 125e6, SimpleNamespace(device="cpu", payload_bytes=0)
+
+    def seconds_of(groups: Any, values: torch.Tensor) -> float:
+        sent.payload_bytes += 4 * values.numel()
+        seconds: float = latency + max(4 * values.numel() / link, 1.5 * latency)
+        return seconds
+
+    monkeypatch.setattr(tuning, "_seconds_of", seconds_of)
+    monkeypatch.setattr(tuning, "_gather_all", lambda groups, values: torch.tensor(values))
+    groups: Any = SimpleNamespace(sync=sent)
+    assert tuning.measure_rate(groups, latency) == pytest.approx(link, rel=0.01)
+
+
+def test_gloo_carries_many_collectives_of_a_group_at_once() -> None:
+    """Small units in fp32 are exchanged at the same time. Catches gloo's default of two, with which
+    34 units cost 17 latencies."""
+    alone = group()
+    for transport, threads in ((ON_CPU, GLOO_THREADS), (replace(ON_CPU, is_lazy=True), 2)):
+        gloo = _process_group(dist.HashStore(), alone, transport, "a")
+        assert gloo.options._threads == threads and gloo.options._timeout == alone.timeout
+    assert GLOO_THREADS >= 16
 
 
 def waiting(exchanges: int = 0) -> HeartbeatMonitor:
