@@ -28,6 +28,7 @@ from typing import Any
 
 from frame.gpt import Model, edit_flags, flag_words, link_name
 from frame.launch import Hosts, Rank, RunFailedError
+from frame.study import write_series
 from netlab import Lab, LabError
 
 from megatron_edit.comm.wire import Wire
@@ -143,11 +144,12 @@ def main(argv: Sequence[str]) -> int:
         return 1
     table = markdown(found)
     print(table)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     settings = {"model": asdict(model), "sites": SITES, "cpus": os.cpu_count()}
     result = {"settings": settings, "runs": [asdict(each) for each in found]}
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    args.output.with_suffix(".md").write_text(f"# Syncs between two sites\n\n{table}\n")
+    write_series(args.output, "sites", {"all": result})
+    command = f"    python benchmarks/sites.py --repeats {args.repeats} --output {args.output.name}"
+    page = f"# Syncs between two sites of two replicas\n\n{command}\n\n{table}\n"
+    args.output.with_suffix(".md").write_text(page)
     return 0
 
 

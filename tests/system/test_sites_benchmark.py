@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from frame.study import read_one
 
 from tests.harness.launch import REPOSITORY
 from tests.harness.network_lab import skip_without_lab
@@ -26,7 +26,7 @@ def test_encoded_sums_of_sites_cross_the_link_once(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    runs = {run["kind"]: run for run in json.loads(output.read_text())["runs"]}
+    runs = {run["kind"]: run for run in read_one(output)["runs"]}
     for run in runs.values():
         assert run["sent"] == pytest.approx(run["planned"], rel=0.15), run  # headers and records
     assert runs["int8 of sites"]["sent"] < 0.6 * runs["int8 flat"]["sent"]
