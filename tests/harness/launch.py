@@ -152,7 +152,7 @@ def _result(directory: Path, rank: int, code: int) -> RankResult:
         rank=rank,
         returncode=code,
         stdout=text("stdout"),
-        stderr=text("stderr"),
+        stderr=text("stderr") + text("stacks"),  # of a rank that had to be killed
         value=pickle.loads(value.read_bytes()) if value.exists() else None,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -29,6 +30,8 @@ from tests.harness.ports import free_ports
 _POLL_SECONDS = 0.01
 _STORE_SECONDS = 5
 _PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGRTMIN + 5  # a rank writes the stacks of its threads
+_STACKS_SECONDS = 0.5
 # Modules that ranks import, directly or indirectly.
 _WARM = (
     "megatron.training.training",
@@ -215,6 +218,10 @@ def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
         is_hopeless = failed and frozen.union(codes) == set(pids)
         if client_gone or is_hopeless or time.monotonic() > deadline:
             timed_out = timed_out or not failed
+            hanging = [pid for pid in pids if pid not in codes and pid not in frozen]
+            for pid in hanging:
+                os.kill(pid, STACKS_SIGNAL)
+            time.sleep(_STACKS_SECONDS if hanging else 0.0)
             for pid in pids:
                 if pid not in codes:
                     _kill_group(pid)
@@ -266,6 +273,9 @@ def _set_up_rank(job: Job, rank: int, port: int) -> None:
         os.dup2(file, fd)
         os.close(file)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Not in stderr, which a launch with several replicas may redirect.
+    stacks = os.open(job.directory / f"rank{rank}.stacks", os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(STACKS_SIGNAL, file=stacks)
     os.chdir(job.cwd)
     os.environ.update(
         RANK=str(rank),
