@@ -30,7 +30,7 @@ from tests.harness.ports import free_ports
 _POLL_SECONDS = 0.01
 _STORE_SECONDS = 5
 _PR_SET_PDEATHSIG = 1
-STACKS_SIGNAL = signal.SIGRTMIN + 5  # a rank writes the stacks of its threads
+_STACKS_SIGNAL = signal.SIGRTMIN + 5  # a rank writes the stacks of its threads
 _STACKS_SECONDS = 0.5
 # Modules that ranks import, directly or indirectly.
 _WARM = (
@@ -220,7 +220,7 @@ def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
             timed_out = timed_out or not failed
             hanging = [pid for pid in pids if pid not in codes and pid not in frozen]
             for pid in hanging:
-                os.kill(pid, STACKS_SIGNAL)
+                os.kill(pid, _STACKS_SIGNAL)
             time.sleep(_STACKS_SECONDS if hanging else 0.0)
             for pid in pids:
                 if pid not in codes:
@@ -275,7 +275,7 @@ def _set_up_rank(job: Job, rank: int, port: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # Not in stderr, which a launch with several replicas may redirect.
     stacks = os.open(job.directory / f"rank{rank}.stacks", os.O_WRONLY | os.O_CREAT)
-    faulthandler.register(STACKS_SIGNAL, file=stacks)
+    faulthandler.register(_STACKS_SIGNAL, file=stacks)
     os.chdir(job.cwd)
     os.environ.update(
         RANK=str(rank),
