@@ -243,6 +243,7 @@ def test_gloo_group_is_staged_on_gpus(
     passes GPU tensors to it."""
     gloo = SimpleNamespace(name=lambda: "gloo")
     monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *args: gloo)
+    monkeypatch.setattr(transport, "_gloo_options", lambda *args, **kwargs: None)
     with_streams = partial(Group, make_streams=lambda device: SlowStreams())
     monkeypatch.setattr(transport, "Group", with_streams)
     where = Transport("gloo", torch.device(device))
