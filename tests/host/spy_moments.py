@@ -29,7 +29,9 @@ def record_first_moments() -> None:
             states = inner.state.values()
             counts = [float(state["step"]) for state in states if "step" in state]
             groups = [float(group["step"]) for group in inner.param_groups if "step" in group]
-            path.write_text(str(max(counts + groups, default=0.0)))
+            whole = path.with_suffix(".new")  # a reader that waits for the file finds all of it
+            whole.write_text(str(max(counts + groups, default=0.0)))
+            whole.rename(path)
         return train_step(*args, **kwargs)
 
     training.train_step = spied
