@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -425,7 +426,17 @@ class Group:
         Else a rank could abort in `close`: gloo ends such a thread before it closes connections,
         and a thread that is about to end may be woken again and again by a connection that the
         other rank has closed, if a child process of this one (of a data loader) holds its socket.
+
+        Collective: all ranks of the group.
+        Blocks: the host, until the collectives in flight are done: `close` would wait for them, and
+        without these threads until the time-out. A barrier of gloo waits for all that began before.
         """
+        if self.lazy_loops is None:
+            return
+        options = dist.BarrierOptions()
+        options.timeout = self.timeout
+        with suppress(ReplicaLostError):  # a rank that has failed at its end
+            self._start(lambda: [self.process_group.barrier(options)]).wait()
         self.lazy_loops = None
 
     def close(self) -> None:
