@@ -20,9 +20,9 @@ from megatron_edit.flags import AUTO, flag
 # NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. Two
 # move some GB/s, more than such a link; NCCL_MAX_CTAS overrides this value.
 MAX_CTAS = 2
-# Collectives of a group that gloo carries at the same time (its own default is 2): those of small
-# units share the latency of a link.
-GLOO_THREADS = 16
+# Collectives that gloo carries at the same time: its default; and for the many of a sync, of which
+# those of small units share the latency of a link.
+FEW_THREADS, MANY_THREADS = 2, 16
 # NCCL's name of TCP connections, and the variable by which the environment chooses the network of
 # all communicators, whatever is asked for one of them.
 SOCKET, NET_VARIABLE = "Socket", "NCCL_NET"
@@ -38,6 +38,7 @@ class Transport:
         members: global ranks, in the job of all replicas, of the group's ranks, for NCCL's logs
             and flight recorder; empty if not known.
         net: NCCL's name of the network; empty where NCCL chooses.
+        num_threads: of each process group of gloo: how many collectives it carries at a time.
         is_lazy: whether gloo connects two ranks only when they first communicate. Each then sends
             the store 154 bytes and reads as many of the few ranks that a collective connects it
             to; else each of K ranks reads 154 + 8 K bytes of every one and has K - 1 connections.
@@ -49,6 +50,7 @@ class Transport:
     device: torch.device
     members: tuple[int, ...] = ()
     net: str = ""
+    num_threads: int = FEW_THREADS
     is_lazy: bool = False
 
 
@@ -233,20 +235,21 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options.group_name = prefix
         options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
-    options = _gloo_options(group.timeout, is_lazy=transport.is_lazy)
+    options = _gloo_options(transport, group.timeout)
     gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, options)
     if transport.is_lazy:  # after it: ranks find each other by the order of connections on a device
         group.lazy_loops = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
     return on_device(gloo, group)
 
 
-def _gloo_options(timeout: timedelta, *, is_lazy: bool) -> Any:
+def _gloo_options(transport: Transport, timeout: timedelta) -> Any:
     """Options of a process group, on the interfaces that gloo uses without options."""
     gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
     names = [name for name in os.environ.get(GLOO_INTERFACE, "").split(",") if name]
+    is_lazy = transport.is_lazy
     devices = [gloo.create_device(interface=name, lazy_init=is_lazy) for name in names]
     options._devices = devices or [gloo.create_default_device(lazy_init=is_lazy)]
-    options._timeout, options._threads = timeout, 2 if is_lazy else GLOO_THREADS
+    options._timeout, options._threads = timeout, transport.num_threads
     return options
 
 

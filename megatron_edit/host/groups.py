@@ -15,6 +15,7 @@ from megatron_edit.comm.collectives import Group, Places
 from megatron_edit.comm.hosts import places_of
 from megatron_edit.comm.interfaces import fabrics
 from megatron_edit.comm.transport import (
+    MANY_THREADS,
     NET_VARIABLE,
     ON_CPU,
     RankDevice,
@@ -94,9 +95,10 @@ def build_groups(
     transport = Transport(backend, device, members, net)
     steps_in_thread = overlap and backend == GLOO and device.type == "cpu"
     in_replica = _ReplicaGroups(world, transport, has_thread=steps_in_thread)
-    sync = across(transport, "sync", num_phases_of(config))
+    many = replace(transport, num_threads=MANY_THREADS)
+    sync = across(many, "sync", num_phases_of(config))
     if places and num_phases_of(config) == NUM_PHASES:
-        sync.places = _places(world, replace(transport, net=""), places)
+        sync.places = _places(world, replace(many, net=""), places)
         if place.global_rank == 0:
             names = (f"{r} at {p}" for r, p in enumerate(places))
             say(f"encoded sums are formed in each place first (replica {', '.join(names)})")
