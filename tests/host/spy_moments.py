@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -29,7 +30,7 @@ def record_first_moments() -> None:
             states = inner.state.values()
             counts = [float(state["step"]) for state in states if "step" in state]
             groups = [float(group["step"]) for group in inner.param_groups if "step" in group]
-            whole = path.with_suffix(".new")  # a reader that waits for the file finds all of it
+            whole = path.with_suffix(f".{os.getpid()}")  # a reader finds all of the file
             whole.write_text(str(max(counts + groups, default=0.0)))
             whole.rename(path)
         return train_step(*args, **kwargs)
