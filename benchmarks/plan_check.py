@@ -3,7 +3,7 @@
     python benchmarks/plan_check.py           writes the tables
     python benchmarks/plan_check.py --check   exits 1 where they are not current
 
-The measurements are the committed results of benchmarks/overlap.py and benchmarks/growth.py. One
+The measurements are the committed results of two benchmarks, overlap and growth. One
 test runs this script with --check, and another one checks the errors against the limits.
 """
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -19,10 +17,6 @@ SCRIPTS = REPOSITORY / "scripts" / "slurm"
 PAUSED_SCRIPT = REPOSITORY / "tests" / "harness" / "pretrain_paused.py"
 SECONDS = 300.0  # time-out for a job of about 10 s, on a busy machine
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-_CONSOLE = re.compile(  # lines that benchmarks/slurm_log.py keeps
-    r"^(?:slurm|megatron[_-]edit|srun|ok|\[edit\]|\s*loading checkpoint|exiting"
-    r"|.* iteration +\d+/).*"
-)
 
 
 @dataclass
@@ -177,20 +171,13 @@ class Job:
         wait_until(reached, SECONDS, self.summary)
 
     def wait(self) -> str:
-        """Wait for the end and return the state; log a summary if MEGATRON_EDIT_SLURM_LOG is
-        set."""
+        """Wait for the end and return the state."""
         self.wait_for(*ENDED)
-        if log := os.environ.get("MEGATRON_EDIT_SLURM_LOG"):
-            with Path(log).open("a") as out:
-                out.write(
-                    f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.summary(whole=False)}\n\n"
-                )
         return self.state
 
-    def summary(self, *, whole: bool = True) -> str:
-        """Return a summary for error messages and logs."""
-        console = self.console
-        lines = [x for x in console.splitlines() if whole or _CONSOLE.match(x)]
+    def summary(self) -> str:
+        """Return a summary for error messages."""
+        lines = self.console.splitlines()
         lines = [x for x in lines[:-5] if not x.startswith("hub: commit")] + lines[-5:]
         head = (f"job {self.id}: {self.field('JobName')} {self.state}, exit code {self.exit_code}, "
                 f"{self.restarts} restarts")  # fmt: skip

@@ -1,1 +1,0 @@
-"""Parts of benchmarks/checkpoints.py: kinds of training, their runs, analysis and report."""

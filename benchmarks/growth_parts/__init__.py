@@ -1,1 +1,0 @@
-"""Parts of benchmarks/growth.py: cases, their runs, fits and report."""
