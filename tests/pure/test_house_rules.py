@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +17,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_edit"
-# Only these use process groups: `Group`, what makes its process groups, and an adapter below it.
-TRANSPORTS = ("comm/collectives.py", "comm/transport.py", "comm/staging.py")
-# Collectives of torch.distributed whose names `Group` does not have.
+COLLECTIVES = ("comm/collectives.py", "comm/staging.py")  # and an adapter below it
+# Collectives of torch.distributed and of raw process groups, used only in COLLECTIVES.
 RAW_COLLECTIVES = {
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce_coalesced",
-    "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
-    "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
-    "batch_isend_irecv", "broadcast_object_list", "gather_object", "irecv", "isend",
-    "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor", "scatter_object_list",
-    "_allgather_base", "_reduce_scatter_base",
+    "all_to_all", "all_to_all_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall",
+    "alltoall_base", "barrier", "batch_isend_irecv", "broadcast_object_list", "gather_object",
+    "irecv", "isend", "monitored_barrier", "recv", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced", "scatter_object_list", "send", "_allgather_base",
+    "_reduce_scatter_base",
 }  # fmt: skip
-SHARED_NAMES = {"all_gather", "all_reduce", "all_to_all", "broadcast", "recv", "send"}
+# Names that `Group` has, too. A raw process group takes a list of tensors.
+SHARED_NAMES = {"all_gather", "all_gather_json", "all_reduce", "broadcast"}
 MODULES = ("dist", "torch.distributed")
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -95,7 +96,7 @@ def test_imports_are_light(case: str) -> None:
 
 def raw_collectives(source: Source) -> list[str]:
     """Collectives that are not those of a `Group`, and process groups taken out of one."""
-    if source.name in TRANSPORTS or source.part == "elastic":  # which sends over its own sockets
+    if source.name in COLLECTIVES or source.part == "elastic":  # which sends over its own sockets
         return []
     complaints = []
     for node in ast.walk(source.tree):
@@ -105,8 +106,9 @@ def raw_collectives(source: Source) -> list[str]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         name, owner = node.func.attr, ast.unparse(node.func.value)
-        is_shared = name in SHARED_NAMES and (owner in MODULES or owner.endswith("process_group"))
-        if name in RAW_COLLECTIVES or is_shared:
+        takes_list = bool(node.args) and isinstance(node.args[0], ast.List)
+        is_raw = owner in MODULES or owner.endswith("process_group") or takes_list
+        if name in RAW_COLLECTIVES or (name in SHARED_NAMES and is_raw):
             complaints.append(source.at(node, f"calls {ast.unparse(node.func)}"))
     return complaints
 
@@ -123,6 +125,7 @@ def test_collectives_are_issued_in_one_module() -> None:
         "import torch\ndef f(t):\n    torch.distributed.broadcast(t, 0)",
         "from torch.distributed import all_gather",
         "def f(group, t):\n    group.allreduce([t], None)",
+        "def f(group: ProcessGroup, t):\n    group.broadcast([t])",
         "def f(groups, t):\n    groups.sync.process_group.broadcast([t])",
         "import torch.distributed as dist\ndef f():\n    dist.barrier()",
     ],
@@ -169,16 +172,42 @@ def defaults_of_settings(sources: list[Source]) -> list[str]:
     return complaints
 
 
-def test_setting_defaults_are_defined_once() -> None:
+def defaults_of_built_settings(sources: list[Source]) -> list[str]:
+    """Defaults of fields in the classes that host/settings.py builds from settings."""
+    maker = next(source for source in sources if source.name == "host/settings.py")
+    calls = (node for node in ast.walk(maker.tree) if isinstance(node, ast.Call))
+    made = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+    return [
+        source.at(node, f"{owner}.{name} has a default; settings give it a value")
+        for source in sources
+        for owner, node, name in fields_of(source.tree)
+        if owner in made and node.value is not None
+    ]
+
+
+RULES = [defaults_of_settings, defaults_of_built_settings]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_setting_defaults_are_defined_once(rule: Callable[[list[Source]], list[str]]) -> None:
     """Would catch `EngineSettings.prefetch_units = 2`, which may differ from the flag's default."""
-    assert defaults_of_settings(SOURCES) == []
+    assert rule(SOURCES) == []
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["class Made:\n    clip: float = 10.0", "def f(a, *, clip=10.0): ...", "def f(clip=1): ..."],
+    ("rule", "code"),
+    [
+        (defaults_of_settings, "class Made:\n    clip: float = 10.0"),
+        (defaults_of_settings, "def f(a, *, clip=10.0): ..."),
+        (defaults_of_settings, "def f(a, clip=10.0): ..."),
+        (defaults_of_built_settings, "class Made:\n    max_norm: float = 10.0"),
+    ],
 )
-def test_default_rule_finds_violations(code: str) -> None:
-    """Each made-up file is a violation."""
+def test_default_rules_find_violations(
+    rule: Callable[[list[Source]], list[str]], code: str
+) -> None:
+    """Each made-up pair of files is a violation."""
     config = source_of("class SettingFields:\n    clip: float = 10.0", "config_fields.py")
-    assert defaults_of_settings([config, source_of(code)]) and not defaults_of_settings([config])
+    settings = source_of("def made_of(config):\n    return Made(config.clip)", "host/settings.py")
+    assert rule([config, settings, source_of(code)])
+    assert not rule([config, settings])
