@@ -205,6 +205,12 @@ class ElasticRun:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def freeze(self, name: str, timeout: float = 30.0) -> None:
+        """Stop all ranks of the newest start, and wait until each of their threads has stopped."""
+        self.signal(name, signal.SIGSTOP)
+        pids = self.starts[name][-1].pids
+        self.wait_for(lambda: all(map(_has_stopped, pids)), timeout, f"{name} frozen")
+
     def is_running(self, name: str) -> bool:
         """Whether no rank of the newest start has ended."""
         return not any(pid in self.server.codes for pid in self.starts[name][-1].pids)
@@ -278,6 +284,12 @@ class ElasticRun:
             with suppress(ProcessLookupError):
                 self._hub.kill()
             self._hub.wait()
+
+
+def _has_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has reached all threads of a process: on a busy machine it takes a while."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 _SERVERS: list[ReplicaServer] = []

@@ -287,7 +287,7 @@ def test_leader_that_was_frozen_in_a_save_does_not_complete_it(tmp_path: Path) -
         run.wait_for(lambda: run.events("leave"), 30)
         run.wait_for(lambda: tracker.exists() and int(tracker.read_text()) > int(before) + 40)
         for name in others:  # so that only the old leader could change something
-            run.signal(name, signal.SIGSTOP)
+            run.freeze(name)
         found, text = sorted(saves.rglob("*")), tracker.read_text()
         run.signal(old, signal.SIGCONT)
         assert run.codes(old, 30) == [5], run.tails()
