@@ -136,7 +136,7 @@ def comparable_settings(config: EditConfig, args: Namespace) -> dict[str, object
         for name, value in vars(args).items()
         if isinstance(value, int | float | str | None) and not _may_differ_between_hosts(name)
     }
-    return json.loads(json.dumps(ours | theirs))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(ours | theirs))
 
 
 def _may_differ_between_hosts(name: str) -> bool:

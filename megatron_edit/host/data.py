@@ -37,13 +37,13 @@ class DataParallelView:
 
     def get_data_parallel_rank(self, *args: object, **kwargs: object) -> int:
         """Return r * D + rank: a replica's ranks are contiguous, as in stock Megatron."""
-        size = self._mpu.get_data_parallel_world_size(*args, **kwargs)
-        rank = self._mpu.get_data_parallel_rank(*args, **kwargs)
+        size: int = self._mpu.get_data_parallel_world_size(*args, **kwargs)
+        rank: int = self._mpu.get_data_parallel_rank(*args, **kwargs)
         return self._placement.replica * size + rank
 
     def get_data_parallel_world_size(self, *args: object, **kwargs: object) -> int:
         """Return N * D."""
-        size = self._mpu.get_data_parallel_world_size(*args, **kwargs)
+        size: int = self._mpu.get_data_parallel_world_size(*args, **kwargs)
         return self._placement.num_replicas * size
 
     def __getattr__(self, name: str) -> object:

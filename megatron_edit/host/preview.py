@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 from megatron_edit.checkpoint.files import REMEDY, check_sizes
 from megatron_edit.checkpoint.folder import FoundCheckpoint
@@ -83,7 +82,7 @@ def _schedule_state(args: Namespace) -> Mapping[str, object]:
         patcher.replace(global_vars, "_GLOBAL_ARGS", copy(args))
         patcher.replace(training, "update_train_iters", lambda args: None)  # for the loop only
         schedule = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
-        return cast(Mapping[str, object], schedule.state_dict())
+        return schedule.state_dict()
     finally:
         patcher.undo()
 

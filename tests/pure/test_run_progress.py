@@ -144,7 +144,7 @@ class Timers:
 
 def logging(run: Run, timers: Timers, lines: list[Any]) -> Callable[[], None]:
     """A step with a stand-in of Megatron's `training_log`, which appends to `lines`."""
-    log, steps, args = LogLines(run.progress, timers), [0], run.args  # type: ignore[arg-type]
+    log, steps, args = LogLines(run.progress, timers), [0], run.args
     log.begin_step()
 
     def training_log(given: dict[str, Any]) -> None:

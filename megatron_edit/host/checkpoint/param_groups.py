@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import cast
+from typing import Any
 
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.refusals import parameters_only
@@ -52,14 +52,14 @@ def _reordered(_: Callable[..., object]) -> object:
 
 
 def _with_paired_groups(
-    load: Callable[[ShardOwner, Mapping[str, object]], None],
-) -> Callable[[ShardOwner, Mapping[str, object]], None]:
+    load: Callable[[ShardOwner, Mapping[str, Any]], None],
+) -> Callable[[ShardOwner, Mapping[str, Any]], None]:
     from megatron.training import get_args
 
     @wraps(load)
-    def wrapper(self: ShardOwner, state_dict: Mapping[str, object]) -> None:
-        inner = cast(Mapping[str, list[_Group]], state_dict["optimizer"])
-        current = cast(list[_Group], self.optimizer.param_groups)
+    def wrapper(self: ShardOwner, state_dict: Mapping[str, Any]) -> None:
+        inner = state_dict["optimizer"]
+        current = self.optimizer.param_groups
         found = resumed_groups(current, inner["param_groups"], get_args())
         # Megatron finds each by the values that this run has.
         named = [
@@ -68,7 +68,7 @@ def _with_paired_groups(
         ]
         load(self, {**state_dict, "optimizer": {**inner, "param_groups": named}})
         for group, wanted in zip(self.optimizer.param_groups, found, strict=True):
-            cast(_Group, group).update(_without(wanted, "params", "step"))
+            group.update(_without(wanted, "params", "step"))
 
     return wrapper
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan
@@ -68,7 +68,7 @@ def _common_state(path: Path) -> Mapping[str, Any]:
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
             return {}
-        return cast(Mapping[str, Any], dist_checkpointing.load_common_state_dict(str(path)))
+        return dist_checkpointing.load_common_state_dict(str(path))
     except LOAD_ERRORS as error:
         raise load_failure(path, error) from error
 

@@ -17,31 +17,14 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.queues import JoinableQueue
 from pathlib import Path
 from queue import Empty
-from typing import Protocol, cast
 
+from megatron_edit.host.seams.megatron import AsyncCaller, Results
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import warn
 
 _CHECK_SECONDS = 0.25
 _STOPPED_SECONDS = 10.0  # a stopped worker is killed after these
 _GONE = (OSError, EOFError)  # of a proxy whose process has ended
-
-
-class _Caller(Protocol):
-    """Of `PersistentAsyncCaller`; its queues have other names in megatron-core 0.16."""
-
-    process: BaseProcess | None
-    cur_item: int | None
-
-
-class _Results(Protocol):
-    """Of the queue of results, which a process of its own holds."""
-
-    def put(self, value: object) -> None:
-        """Add a result."""
-
-    def get_nowait(self) -> object:
-        """Return the next result."""
 
 
 @dataclass
@@ -53,7 +36,7 @@ class _Completions:
         num_failed: saves of an ended worker that are not reported yet.
     """
 
-    queues: list[_Results]
+    queues: list[Results]
     num_failed: int = 0
 
     def get_nowait(self) -> object:
@@ -96,10 +79,10 @@ class WorkerWatch:
         )
 
     def _with_live_worker[T](
-        self, schedule: Callable[[_Caller, T], None]
-    ) -> Callable[[_Caller, T], None]:
+        self, schedule: Callable[[AsyncCaller, T], None]
+    ) -> Callable[[AsyncCaller, T], None]:
         @wraps(schedule)
-        def scheduled(caller: _Caller, request: T) -> None:
+        def scheduled(caller: AsyncCaller, request: T) -> None:
             process, earlier = _process_of(caller), None
             owner, prefix = _place_of(caller)
             if process is not None and not process.is_alive():
@@ -125,7 +108,7 @@ class WorkerWatch:
 
     def _closing(self, close: Callable[..., None]) -> Callable[..., None]:
         @wraps(close)
-        def closed(caller: _Caller, abort: bool = False) -> None:
+        def closed(caller: AsyncCaller, abort: bool = False) -> None:
             process = _process_of(caller)
             if abort:
                 self._closed = process
@@ -133,7 +116,7 @@ class WorkerWatch:
 
         return closed
 
-    def _follow(self, caller: _Caller) -> None:
+    def _follow(self, caller: AsyncCaller) -> None:
         """In a thread: wait until the worker ends, and release what waits for it."""
         while (process := _process_of(caller)) is None:
             time.sleep(_CHECK_SECONDS)
@@ -161,19 +144,19 @@ class WorkerWatch:
             time.sleep(_CHECK_SECONDS)
 
 
-def _place_of(caller: _Caller) -> tuple[object, str]:
+def _place_of(caller: AsyncCaller) -> tuple[object, str]:
     """Return what holds the worker's queues, and the prefix of their names."""
     if hasattr(caller, "_persistent_queue"):
         return type(caller), "_persistent_"
     return caller, ""  # megatron-core 0.16
 
 
-def _process_of(caller: _Caller) -> BaseProcess | None:
+def _process_of(caller: AsyncCaller) -> BaseProcess | None:
     owner, prefix = _place_of(caller)
-    return caller.process or cast(BaseProcess | None, getattr(owner, f"{prefix}process"))
+    return caller.process or getattr(owner, f"{prefix}process")
 
 
-def _release(caller: _Caller, text: str) -> None:
+def _release(caller: AsyncCaller, text: str) -> None:
     """Let saves that an ended worker had not finished fail, and no rank wait for them."""
     owner, prefix = _place_of(caller)
     requests, staged = getattr(owner, f"{prefix}queue"), getattr(owner, f"{prefix}preload_q")
@@ -209,10 +192,10 @@ def drop_results(num_results: int) -> None:
                 results.get_nowait()
 
 
-def _results() -> _Results | None:
+def _results() -> Results | None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    return cast(_Results | None, filesystem_async._results_queue)
+    return filesystem_async._results_queue
 
 
 def _with_lost_results(retrieve: Callable[..., object]) -> Callable[..., object]:

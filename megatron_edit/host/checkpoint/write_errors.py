@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_edit.errors import EditError
 from megatron_edit.host.checkpoint.paths import without_retention
 from megatron_edit.host.checkpoint.worker import drop_results
-from megatron_edit.host.seams.megatron import AsyncRequest, CheckpointFileWriter, WriteFunctions
+from megatron_edit.host.seams.megatron import (
+    AsyncRequest,
+    CheckpointFileWriter,
+    Results,
+    WriteFunctions,
+)
 from megatron_edit.host.seams.patching import Patcher
 
 # Reported by a rank whose own part is complete, where another rank of its replica failed.
@@ -28,13 +32,6 @@ _WORKER = "Worker failure: "  # Megatron's prefix to the writer's message
 # Texts of the exceptions of Megatron's writer in this process, from any of its threads. Megatron
 # passes on only the type of an exception, possibly from another process.
 _RAISED: list[str] = []
-
-
-class _Results(Protocol):
-    """A queue through which a writer returns its results, or an exception."""
-
-    def put(self, value: object) -> None:
-        """Put a value on the queue."""
 
 
 @dataclass
@@ -185,7 +182,7 @@ class _Queue:
         through: called with each value; its result is put on the queue.
     """
 
-    results: _Results
+    results: Results
     through: Callable[[object], object]
 
     def put(self, value: object) -> None:
@@ -200,7 +197,7 @@ def _with_recorded_cause(value: object) -> object:
     return value
 
 
-def _write(write: Callable[..., None], rank: int, buckets: object, results: _Results) -> None:
+def _write(write: Callable[..., None], rank: int, buckets: object, results: Results) -> None:
     """In the writer process: call Megatron's writer and put any exception on the queue."""
     _RAISED.clear()
     queue = _Queue(results, _with_recorded_cause)
@@ -222,7 +219,7 @@ def _with_recorded_exception(write: Callable[..., object]) -> object:
     queue."""
 
     @wraps(write)
-    def recorded(*args: object, results_queue: _Results | None = None, **kwargs: object) -> object:
+    def recorded(*args: object, results_queue: Results | None = None, **kwargs: object) -> object:
         queue = None if results_queue is None else _Queue(results_queue, _record_exception)
         return _record_exception(write(*args, results_queue=queue, **kwargs))
 

@@ -25,7 +25,7 @@ class EditLayerWiseOptimizer(LayerWiseDistributedOptimizer):  # type: ignore[mis
         """Change the class of a Megatron optimizer to this one; `release` undoes it."""
         optimizer.__class__ = cls
         optimizer.edit_defers_gather = False
-        return optimizer  # type: ignore[no-any-return]
+        return optimizer
 
     def release(self) -> None:
         """Restore Megatron's class."""

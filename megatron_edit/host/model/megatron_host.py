@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -179,7 +179,7 @@ class MegatronHost:
             for inner in optimizer.chained_optimizers:
                 self._adopt(inner, shares=shares)
             return
-        inner = cast(InnerOptimizer, optimizer)
+        inner = optimizer
         self._inner.append(inner)
         self.optimizers.append(_adopted(inner, shares=shares))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from torch import Tensor
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from megatron_edit.host.model.shard_access import MASTER
 from megatron_edit.host.seams.megatron import (
-    FusedAdam,
-    HybridOptimizer,
     InnerOptimizer,
     ParamState,
     TorchOptimizer,
@@ -174,9 +172,8 @@ def create(optimizers: Sequence[InnerOptimizer]) -> None:
             main.grad = torch.zeros_like(main)
             if hasattr(main, "decoupled_grad"):
                 main.decoupled_grad = main.grad
-        stepped = cast(torch.optim.Optimizer, optimizer)
-        stepped.step()
-        stepped.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def reset(optimizers: Sequence[InnerOptimizer]) -> None:
@@ -186,7 +183,7 @@ def reset(optimizers: Sequence[InnerOptimizer]) -> None:
         if optimizer is None:
             continue
         if hasattr(optimizer, "sub_optimizers"):
-            for part in cast(HybridOptimizer, optimizer).sub_optimizers:
+            for part in optimizer.sub_optimizers:
                 part.state.clear()  # their main shards are parameters, not state
             optimizer.state.clear()
         elif any(MASTER in state for state in optimizer.state.values()):
@@ -207,7 +204,7 @@ def _zero_all_but_main(optimizer: TorchOptimizer) -> None:
 def _values_of(optimizer: TorchOptimizer, main: Tensor, state: ParamState, name: str) -> Tensor:
     """Return a moment; in fp32 where the optimizer stores it in fewer bits, with scales."""
     if hasattr(optimizer, "get_unscaled_state"):
-        return cast(FusedAdam, optimizer).get_unscaled_state(main, name)
+        return optimizer.get_unscaled_state(main, name)
     return state[name]
 
 
@@ -216,7 +213,7 @@ def _set_values(
 ) -> None:
     if hasattr(optimizer, "set_scaled_state"):
         shaped = values.view(state[name].shape)
-        cast(FusedAdam, optimizer).set_scaled_state(main, name, shaped)
+        optimizer.set_scaled_state(main, name, shaped)
     else:
         state[name].view(-1).copy_(values.view(-1))
 
@@ -265,7 +262,7 @@ def _counter_places(optimizers: Sequence[InnerOptimizer]) -> dict[str, tuple[Any
 def loss_scale_of(optimizers: Sequence[InnerOptimizer]) -> Tensor | None:
     """Return the dynamic loss scale, fp32 [1], which is equal in all optimizers; None without."""
     scaler = next(_dynamic_scalers(optimizers), None)
-    return None if scaler is None else cast(Tensor, scaler._scale)
+    return None if scaler is None else scaler._scale
 
 
 def _dynamic_scalers(optimizers: Sequence[InnerOptimizer]) -> Iterator[Any]:

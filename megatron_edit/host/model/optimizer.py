@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_edit.engine import TIED_EMBEDDING, ParamShard, ShardAccessor, UnitPlan
 from megatron_edit.host.model.quantized import is_quantized
 from megatron_edit.host.model.shard_access import AdamShard, HybridShard
-from megatron_edit.host.seams.megatron import InnerOptimizer, MixedOptimizer, ParamBuffer
+from megatron_edit.host.seams.megatron import InnerOptimizer, ParamBuffer
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
 
@@ -79,7 +79,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         optimizer.edit_outer = {}
         optimizer.edit_defers_gather = False
         optimizer.edit_keeps_padding = False
-        return optimizer  # type: ignore[no-any-return]
+        return optimizer
 
     def release(self) -> None:
         """Restore Megatron's class, and remove all attributes of this one."""
@@ -210,7 +210,7 @@ class PlainOptimizer:
     def __init__(self, optimizer: InnerOptimizer) -> None:
         self._optimizer = optimizer
         is_mixed = hasattr(optimizer, "fp32_from_float16_groups")
-        self._mixed = cast(MixedOptimizer, optimizer) if is_mixed else None
+        self._mixed = optimizer if is_mixed else None
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """Yield model parameter and main copy, fp32 of the parameter's shape.

@@ -8,7 +8,6 @@ ranks, so that all of them call it once for each unit and optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
 
 import torch
 from megatron.core import fp8_utils
@@ -43,7 +42,7 @@ def quantizers_of(
                 "with --use-edit it needs megatron-core 0.19 or newer",
                 "use a newer Megatron-LM, or drop the flag",
             )
-        for unit, quantize in _of_optimizer(cast(QuantizingOptimizer, optimizer), unit_of).items():
+        for unit, quantize in _of_optimizer(optimizer, unit_of).items():
             parts.setdefault(unit, []).append(quantize)
     return {unit: _call_in_order(quantizers) for unit, quantizers in parts.items()}
 
