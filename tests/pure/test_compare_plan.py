@@ -204,7 +204,7 @@ def test_new_defaults_invalidate_stored_results() -> None:
     defaults = {name: asdict(EditConfig(use_edit=True, strategy=name)) for name in STRATEGIES}
     assert (FORMAT, configuration_hash(defaults)) == (4, "9673fd0df7c9c3a9"), (
         "a setting is new: put the new hash here; or a default has changed: then also raise FORMAT "
-        "in compare/plan.py and in convergence_parts/cases.py"
+        "in compare/plan.py"
     )
 
 
