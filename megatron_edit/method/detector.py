@@ -65,7 +65,7 @@ class DetectorState:
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, list[list[float]]]) -> DetectorState:
-        """Restore the fields from lists [N][U] of a checkpoint.
+        """Restore the fields from lists `[N][U]` of a checkpoint.
 
         Raises:
             KeyError, TypeError, ValueError: a field is missing, or is not a table of numbers.

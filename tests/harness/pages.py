@@ -20,7 +20,7 @@ from tests.harness.launch import REPOSITORY
 
 DOCUMENTS = [
     *(REPOSITORY / place / "README.md" for place in (".", "configs", "patches")),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
 ]
 SHELLS = ("sh", "bash", "shell", "console")
 NOT_RUN = "Not run by the tests: "

@@ -356,8 +356,8 @@ def test_blocks_of_commands_are_counted(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_generated_pages_are_current(runs: Runs) -> None:
-    """Would catch a change of config.py without `python scripts/make_flags_doc.py`, of a public
-    signature or docstring without make_api_doc.py, of the cost model without plan_check.py."""
+    """Would catch a change of config.py without `python scripts/make_flags_doc.py`, and of the
+    cost model without plan_check.py."""
     for page in ("docs/contributing.md", "docs/plan.md"):
         runs.output(page)
         git = ["git", "-C", str(runs.clone(page)), "status", "--porcelain", "docs", "benchmarks"]
@@ -467,7 +467,8 @@ def test_every_document_is_in_the_index() -> None:
     """Would catch a page that a reader of docs/README.md does not find."""
     index = REPOSITORY / "docs" / "README.md"
     links = set(LINK.findall(index.read_text(encoding="utf-8")))
-    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {index.name}
+    names = (path.relative_to(index.parent) for path in index.parent.rglob("*.md"))
+    pages = {name.as_posix() for name in names} - {index.name}
     assert sorted(pages - links) == []
 
 
