@@ -16,8 +16,7 @@ from megatron_edit.bridge.settings import edit_config_of, in_fields
 from megatron_edit.comm.placement import Placement
 from megatron_edit.errors import UsageError
 from megatron_edit.host.attach import Attachment
-from megatron_edit.host.cpu import cpu_argument_defaults
-from megatron_edit.host.cpu.device import is_enabled
+from megatron_edit.host.cpu import cpu_argument_defaults, is_enabled
 from megatron_edit.host.devices import choose_device
 
 if TYPE_CHECKING:

@@ -19,10 +19,8 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine, EngineState, PendingState, RoundState
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
-from megatron_edit.host.checkpoint.loading import LoadControl
-from megatron_edit.host.checkpoint.memory import reserve_memory
+from megatron_edit.host.checkpoint.loading import LoadControl, reserve_memory, training_settings
 from megatron_edit.host.checkpoint.outer import RankPieces
-from megatron_edit.host.checkpoint.summary import training_settings
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.training import TrainingRun
 from megatron_edit.method.detector import DetectorState

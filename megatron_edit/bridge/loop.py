@@ -25,8 +25,7 @@ from megatron_edit.bridge.arguments import ConfigArguments
 from megatron_edit.bridge.checkpoints import BridgeLoads, save_state
 from megatron_edit.bridge.probes import check_bridge
 from megatron_edit.errors import UsageError
-from megatron_edit.host.seams.calls import Call, handled_by
-from megatron_edit.host.seams.hook_calls import HookCalls
+from megatron_edit.host.seams.patching import Call, HookCalls, handled_by
 from megatron_edit.host.training import GRADIENTS, STEP, ZERO_GRAD, TrainingLoop, TrainingRun
 
 if TYPE_CHECKING:

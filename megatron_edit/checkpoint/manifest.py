@@ -46,7 +46,7 @@ class Manifest:
         strategy: of the run that saved.
         num_replicas: N. `ranks_per_replica`: K.
         parallel: sizes of Megatron's parallel groups of a replica.
-        model: arguments that must be equal on resume (`host.checkpoint.fingerprint`).
+        model: arguments that must be equal on resume (`host.checkpoint.choosing`).
         units: names, in forward order.
         is_warmup: whether gradients were averaged at every step: there is no outer state.
         is_final_phase: whether this was in the final synchronous phase, not in the warm-up.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import sys
+import threading
+import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from multiprocessing import popen_spawn_posix, util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,13 +30,15 @@ from megatron_edit.flags import USE_EDIT, flag
 from megatron_edit.host.agreement import agree_on_settings, lock_log_dir
 from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
-from megatron_edit.host.checkpoint.torch_adam import patch_torch_adam
-from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
-from megatron_edit.host.cpu.checkpoints import patch_checkpoints
-from megatron_edit.host.cpu.gathers import patch_layer_wise_gathers
-from megatron_edit.host.cpu.norm import patch_sequence_parallelism
+from megatron_edit.host.checkpoint.param_groups import patch_torch_adam
+from megatron_edit.host.cpu import (
+    cpu_argument_defaults,
+    enable_cpu_backend,
+    patch_checkpoints,
+    patch_layer_wise_gathers,
+    patch_sequence_parallelism,
+)
 from megatron_edit.host.files import check_folder
-from megatron_edit.host.forks import ForkWatch, watch_spawned
 from megatron_edit.host.muon import import_optimizers
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import (
@@ -354,3 +361,64 @@ def _cause_of(error: Exception, engine: EditEngine) -> EditError | None:
     if has_lost_rank and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         return FencedError(f"a rank of this replica is lost: {error}")
     return engine.pending_replica_failure()
+
+
+# ---- Makes child processes of `multiprocessing` exit when their parent has ended for any reason
+#
+# Megatron writes checkpoints in forked or spawned processes. A rank that is killed by a signal
+# cannot end them, and they would keep its memory and ports.
+
+
+_PARENT_CHECK_SECONDS = 0.25  # they hold its sockets, too: others see its end only then
+
+
+class ForkWatch:
+    """While this object exists, processes forked by `multiprocessing` exit after their parent."""
+
+    def __init__(self) -> None:
+        util.register_after_fork(self, _watch_parent)  # for as long as this object lives
+
+
+def watch_spawned(patcher: Patcher) -> None:
+    """Make processes spawned by `multiprocessing`, and their own forks, exit after their parent.
+
+    Args:
+        patcher: undoes the change.
+    """
+    patcher.wrap(popen_spawn_posix.Popen, "_launch", _with_watch)
+
+
+class _SpawnWatch:
+    """An attribute of a spawned process that starts the watch when it is unpickled there."""
+
+    def __reduce__(self) -> tuple[Callable[[int], ForkWatch], tuple[int]]:
+        return _start_in_spawned, (os.getpid(),)
+
+
+def _with_watch(launch: Callable[..., None]) -> Callable[..., None]:
+    @wraps(launch)
+    def launch_watched(popen: object, process: BaseProcess) -> None:
+        vars(process)["_edit_watch"] = _SpawnWatch()
+        try:
+            launch(popen, process)
+        finally:
+            vars(process).pop("_edit_watch", None)
+
+    return launch_watched
+
+
+def _start_in_spawned(parent: int) -> ForkWatch:
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    return ForkWatch()
+
+
+def _watch_parent(_: ForkWatch) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_exit_with_parent, args=(parent.pid,), daemon=True).start()
+
+
+def _exit_with_parent(parent: int | None) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os._exit(1)  # no process is left to read an exit code or message

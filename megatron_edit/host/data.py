@@ -14,8 +14,7 @@ from pathlib import Path
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
-from megatron_edit.host.corpus import CORPUS_ARGUMENTS, is_number
-from megatron_edit.host.files import one_at_a_time
+from megatron_edit.host.files import CORPUS_ARGUMENTS, is_number, one_at_a_time
 from megatron_edit.host.seams.megatron import ParallelState
 from megatron_edit.host.seams.patching import Patcher
 

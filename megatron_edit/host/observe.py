@@ -17,8 +17,8 @@ from megatron_edit.engine import EditEngine
 from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
-from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.megatron import Evaluation, ForwardStep, Losses, Timers
+from megatron_edit.host.seams.patching import Call
 from megatron_edit.observe import records
 from megatron_edit.observe.console import warn
 from megatron_edit.observe.events import EventLog

@@ -17,9 +17,14 @@ from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.host.batch_stages import check_stages, num_iterations
-from megatron_edit.host.checkpoint.choosing import Choice, check_manifest, find
-from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
-from megatron_edit.host.checkpoint.loading import checked_plan, resuming_run
+from megatron_edit.host.checkpoint.choosing import (
+    Choice,
+    check_manifest,
+    check_same_model,
+    find,
+    model_of,
+)
+from megatron_edit.host.checkpoint.loading import checked_plan, dropped_state, resuming_run
 from megatron_edit.host.checkpoint.refusals import (
     check_pending,
     check_rates,
@@ -28,7 +33,6 @@ from megatron_edit.host.checkpoint.refusals import (
     check_schedule,
     parameters_only,
 )
-from megatron_edit.host.checkpoint.summary import dropped_state
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.schedule import last_local

@@ -15,7 +15,7 @@ from typing import NoReturn
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.model.progress import RunProgress
-from megatron_edit.host.seams.calls import Call
+from megatron_edit.host.seams.patching import Call
 from megatron_edit.observe.console import say
 
 

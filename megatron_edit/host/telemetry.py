@@ -14,9 +14,8 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine import SyncReport
 from megatron_edit.flags import flag
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
-from megatron_edit.host.metrics import loss_interval, metrics_of
+from megatron_edit.host.metrics import SafeWriter, loss_interval, metrics_of
 from megatron_edit.host.model.progress import RunProgress
-from megatron_edit.host.writers import SafeWriter
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.exporters import TelemetryTargets
 from megatron_edit.observe.listeners import Listener

@@ -34,21 +34,21 @@ from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, ElasticParts, EngineGroups
 from megatron_edit.errors import INTERRUPTED, SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
-from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader, split_of
+from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader, full_loader, split_of
+from megatron_edit.host.checkpoint.async_saves import WorkerWatch, WriteErrors
 from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.checkpoint.param_groups import patch_param_groups
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
-from megatron_edit.host.checkpoint.worker import WorkerWatch
-from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.data import DataParallelView
 from megatron_edit.host.elastic import join_hub
 from megatron_edit.host.files import check_data, claim_data_check
 from megatron_edit.host.groups import build_elastic_groups, build_groups
-from megatron_edit.host.metrics import connect_writers, write_run_header
+from megatron_edit.host.log_lines import EditTimers
+from megatron_edit.host.metrics import SafeWriter, connect_writers, guard_writers, write_run_header
 from megatron_edit.host.model.counters import exit_reason
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
@@ -58,8 +58,6 @@ from megatron_edit.host.observe import (
     with_progress_log_optional,
 )
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
-from megatron_edit.host.seams.calls import Call, handled_by
-from megatron_edit.host.seams.hook_calls import HookCalls
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
     ModelConfig,
@@ -67,13 +65,10 @@ from megatron_edit.host.seams.megatron import (
     ParamScheduler,
     StepResult,
 )
-from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.host.seams.patching import Call, HookCalls, Patcher, handled_by
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_after_training
 from megatron_edit.host.telemetry import TelemetryControl
-from megatron_edit.host.timers import EditTimers
-from megatron_edit.host.validation_data import full_loader
-from megatron_edit.host.writers import SafeWriter, guard_writers
 from megatron_edit.observe.console import say
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Ending

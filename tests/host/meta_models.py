@@ -34,7 +34,7 @@ def _unit_numels_of(argv: list[str], groups: object) -> dict[str, int]:
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_edit.host.model.naming import named_units
+    from megatron_edit.host.model.planning import named_units
 
     sys.argv = ["a test", *argv]
     args = parse_args()

@@ -20,13 +20,13 @@ def disturb_worker() -> None:
     kills the process that holds the results."""
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
-    from megatron_edit.host.checkpoint import worker
+    from megatron_edit.host.checkpoint import async_saves
 
     record_all()
     _finish_saves_first()
     if os.environ["RANK"] != os.environ["SPY_RANK"]:
         return
-    worker._STOPPED_SECONDS = 1.0
+    async_saves._STOPPED_SECONDS = 1.0
     caller = async_utils.PersistentAsyncCaller
     case, schedule, saves = os.environ["SPY_CASE"], caller.schedule_async_call, 0
 

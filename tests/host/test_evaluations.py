@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_edit.host.validation_data import FilledSet, FullSampler
+from megatron_edit.host.assigned_data import FilledSet, FullSampler
 from tests.harness import Flags
 from tests.host.runs import cached_run, run_edit, stock_run
 from tests.system.check_lines import write_corpus

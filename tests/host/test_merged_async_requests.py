@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_edit.host.checkpoint.async_requests import merge_async_requests
+from megatron_edit.host.checkpoint.async_saves import merge_async_requests
 
 
 def fetch(buckets: list[str]) -> list[str]:

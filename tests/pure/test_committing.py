@@ -18,15 +18,15 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import ALL
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED
 from megatron_edit.host.checkpoint.committing import (
     Committer,
+    NotPermittedError,
     RankSave,
     WriteError,
     _is_kept,
     _key,
 )
-from megatron_edit.host.checkpoint.permission import NotPermittedError
-from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED
 from megatron_edit.saved_state import ReplicaEntry
 
 REPLICAS, RANKS = 2, 2

@@ -19,9 +19,13 @@ from megatron.core import parallel_state
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
-from megatron_edit.host import corpus, data
-from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_corpus
-from megatron_edit.host.files import claim_data_check
+from megatron_edit.host import data, files
+from megatron_edit.host.files import (
+    CorpusReport,
+    check_corpus,
+    claim_data_check,
+    reads_indexed_corpus,
+)
 from tests.system.check_lines import NUM_TOKENS, VOCABULARY, write_corpus
 
 
@@ -93,8 +97,8 @@ def test_large_file_is_sampled_up_to_both_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within the budget, which is part of the report."""
-    monkeypatch.setattr(corpus, "_PIECE_BYTES", 400)
-    monkeypatch.setattr(corpus, "SCANNED_BYTES", 4000)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 400)
+    monkeypatch.setattr(files, "SCANNED_BYTES", 4000)
     write_corpus(tmp_path / "good")
     prefix = str(tmp_path / "good")
     found = check_corpus(arguments(data_path=[prefix]))

@@ -19,7 +19,7 @@ from tests.harness.launch import REPOSITORY
 # A rank that spawns a process, which forks another one.
 RANK = """
 import multiprocessing, os, sys, time
-from megatron_edit.host.forks import ForkWatch, watch_spawned
+from megatron_edit.host.attach import ForkWatch, watch_spawned
 from megatron_edit.host.seams.patching import Patcher
 
 def helper(pids):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_edit.errors import UsageError
-from megatron_edit.host.seams.hook_calls import CHECKED_STEPS, HookCalls
+from megatron_edit.host.seams.patching import CHECKED_STEPS, HookCalls
 
 HOOKS = ("first", "second", "third")
 

@@ -21,11 +21,11 @@ from megatron_edit.engine import TIED_EMBEDDING
 from megatron_edit.errors import HostVersionError, UsageError
 from megatron_edit.host.arguments import check_arguments, validate_as_one_job
 from megatron_edit.host.assigned_data import AssignedSampler, Share
-from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
-from megatron_edit.host.cpu.checkpoints import Snapshots
-from megatron_edit.host.model.loop import LoopControl
+from megatron_edit.host.checkpoint.choosing import check_same_model, model_of
+from megatron_edit.host.cpu import Snapshots
+from megatron_edit.host.model.counters import LoopControl
 from megatron_edit.host.model.moments import zero_nonfinite
-from megatron_edit.host.model.routers import Routers
+from megatron_edit.host.model.planning import Routers
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.seams.probes import Probe, _check
@@ -164,7 +164,7 @@ def test_intervals_count_samples_of_all_replicas() -> None:
 
 def test_timers_restart_after_reset() -> None:
     """A log line covers the time since the last: catches timers that never or always reset."""
-    from megatron_edit.host.timers import PhaseTimer, SumTimer
+    from megatron_edit.host.log_lines import PhaseTimer, SumTimer
 
     now = [0]
     timer, clock_seconds = PhaseTimer("phase", PhaseClock(lambda: now[0])), []

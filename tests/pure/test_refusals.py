@@ -21,6 +21,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.arguments import (
     NEEDED,
     check_arguments,
+    check_evaluations,
     check_graphs,
     check_shared_hosts,
     resolve_sync_mode,
@@ -28,7 +29,6 @@ from megatron_edit.host.arguments import (
 from megatron_edit.host.attach import Attachment
 from megatron_edit.host.batch_stages import check_stages
 from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds, check_schedule
-from megatron_edit.host.late_failures import check_evaluations
 from tests.pure.test_host_parts import arguments
 
 SETS: dict[str, Any] = {"full_validation": True, "multiple_validation_sets": True}

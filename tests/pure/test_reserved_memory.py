@@ -18,7 +18,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine.sync import outer_state
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.memory import reserve_memory
+from megatron_edit.host.checkpoint.loading import reserve_memory
 from tests.harness.races import RaceDetector
 from tests.harness.traced_streams import CPU, Rank, plan_of
 

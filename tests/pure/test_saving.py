@@ -18,7 +18,7 @@ from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import ALL, LEADER
 from megatron_edit.host.checkpoint import choosing
-from megatron_edit.host.checkpoint import random as streams
+from megatron_edit.host.checkpoint import replica_local as streams
 from megatron_edit.host.checkpoint.committing import _finish
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.saving import SaveControl

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_edit.engine import ParamShard, plan_units
 from megatron_edit.errors import UsageError
 from megatron_edit.host.model.moments import reset, zero_nonfinite
-from megatron_edit.host.model.shard_access import AdamShard, HybridShard, join_remainder, split_fp32
+from megatron_edit.host.model.optimizer import AdamShard, HybridShard, join_remainder, split_fp32
 
 anything: Any = SimpleNamespace
 
@@ -166,7 +166,7 @@ class Quantizing:
 def test_quantized_parameters_are_published_by_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's function is collective: ranks without a shard of the unit call it, too.
     Catches a parameter that keeps its value of the last step."""
-    from megatron_edit.host.model import quantized
+    from megatron_edit.host.model import optimizer
 
     calls: list[Any] = []
     name = "megatron.core.fp8_utils.quantize_param_shard"
@@ -176,7 +176,7 @@ def test_quantized_parameters_are_published_by_unit(monkeypatch: pytest.MonkeyPa
     main = torch.ones(1)
     dense = Quantizing("dense", (a, main, 1), (b, None, None), (c, None, None))
     experts = Quantizing("experts", (expert, None, None))
-    publish = quantized.quantizers_of([dense, experts], unit_of)
+    publish = optimizer.quantizers_of([dense, experts], unit_of)
     names = ["embedding", "layer.1", "final"]
     plan = plan_units([], names, names, publish)  # this rank has no shard of the units
     for shard in plan.shards:
@@ -188,7 +188,7 @@ def test_quantized_parameters_are_published_by_unit(monkeypatch: pytest.MonkeyPa
     assert [call[0][0] is wanted for call, wanted in zip(calls[1:], (c, expert), strict=True)]
     assert calls[2][3] == "experts"
     with pytest.raises(UsageError, match=r"0\.19 or newer"):
-        quantized.quantizers_of([anything()], unit_of)
+        optimizer.quantizers_of([anything()], unit_of)
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])

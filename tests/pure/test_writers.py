@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.host import writers
-from megatron_edit.host.writers import SafeWriter, reopen_writer
+from megatron_edit.host import metrics
+from megatron_edit.host.metrics import SafeWriter, reopen_writer
 from tests.harness.disk import fill_disk
 
 pytest.importorskip("tensorboard")
@@ -50,7 +50,7 @@ def test_tensorboard_recovers_from_a_full_disk(
     for step in range(2, 2000):
         safe.add_scalar("x", 2.0, step)
     safe.flush()
-    monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
     safe._reopens_at = 0.0
     safe.add_scalar("x", 3.0, 2000)  # the disk is still full: opening one anew fails, too
     filler.unlink()

@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -37,9 +37,10 @@ from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS
-from megatron_edit.errors import EditError, ReplicaLostError, UsageError, to_one_line
-from megatron_edit.host.checkpoint.permission import NotPermittedError
-from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, error_text
+from megatron_edit.elastic.agent import Agent
+from megatron_edit.elastic.hub_state import Standing
+from megatron_edit.errors import EditError, FencedError, ReplicaLostError, UsageError, to_one_line
+from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED, SaveRecord, error_text
 from megatron_edit.method.order import share_of
 from megatron_edit.observe.console import say, warn
 from megatron_edit.saved_state import ReplicaEntry
@@ -458,3 +459,52 @@ def _equal_entries(entry: ReplicaEntry, samples: int, num_replicas: int) -> list
 
 def _key(name: str, replica: int, rank: int) -> str:
     return f"save/{name}/{replica}/{rank}"
+
+
+# ---- Whether a replica of an elastic run may still change checkpoints that others see
+#
+# A leader that was frozen in a save, and goes on when the others have a new leader, must not move
+# the tracker back or remove newer checkpoints. So it asks the hub before each such change.
+
+
+class NotPermittedError(EditError):
+    """A checkpoint may not be completed.
+
+    Args:
+        text: why.
+        exit_code: with which the replica ends; 0 where training is not affected.
+    """
+
+    def __init__(self, text: str, exit_code: int = 0) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def permission(agent: Agent | None) -> Callable[[], None]:
+    """A function that returns where this replica may change what others see; in a run without a
+    hub, always. It may be called in any thread, and raises `NotPermittedError`.
+
+    Args:
+        agent: of the replica; None in a run without a hub, and on ranks but 0, which change nothing
+            that others see.
+    """
+
+    def check() -> None:
+        if agent is None:
+            return
+        try:
+            standing = agent.ask_standing()
+        except ReplicaLostError as error:
+            raise NotPermittedError(str(error), error.exit_code) from error
+        if standing is Standing.LEADER:
+            return
+        if standing is Standing.MEMBER:
+            raise NotPermittedError("another replica is the leader now")
+        if agent.state.leave:
+            raise NotPermittedError("this replica has left")
+        raise NotPermittedError(
+            "the others went on without this replica; started again, it joins them",
+            FencedError.exit_code,
+        )
+
+    return check

@@ -6,6 +6,7 @@ is restored once the engine is built.
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +21,14 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, RESET
 from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag, format_value
 from megatron_edit.host.batch_stages import check_stages
-from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose
-from megatron_edit.host.checkpoint.fingerprint import layout_of
-from megatron_edit.host.checkpoint.megatron_load import call_megatron_load
-from megatron_edit.host.checkpoint.memory import reserve_memory
+from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose, layout_of
 from megatron_edit.host.checkpoint.outer import LocalPiece, RankPieces
 from megatron_edit.host.checkpoint.param_groups import new_rates_kept
 from megatron_edit.host.checkpoint.paths import Redirection
-from megatron_edit.host.checkpoint.random import load_streams
 from megatron_edit.host.checkpoint.refusals import (
+    call_megatron_load,
     check_equal_steps,
     check_pending,
     check_rounds,
@@ -43,11 +42,11 @@ from megatron_edit.host.checkpoint.replica_local import (
     load_gradients,
     load_outer,
     load_pending,
+    load_streams,
 )
 from megatron_edit.host.checkpoint.round_state import choice_of, rounds_of, saved_unit_steps
-from megatron_edit.host.checkpoint.summary import changed_settings, dropped_state, summary_of
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.seams.calls import Call
+from megatron_edit.host.seams.patching import Call
 from megatron_edit.method.order import IN_ORDER, share_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say
@@ -387,3 +386,100 @@ def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps:
         raise UsageError(
             f"--load {path}", str(error), "train longer, or load another one"
         ) from error
+
+
+# ---- Messages about a resume
+
+
+# Settings of the deployment, without effect on the numbers of a training.
+_WITHOUT_EFFECT = frozenset(
+    ("use_edit", "num_replicas", "placement", "replica_id", "rendezvous", "log_dir", "device",
+     "inner_state", "log_units_to_tensorboard", "digest_interval", "timeout_seconds", "sync_mode",
+     "sync_backend", "sync_net", "prefetch_units", "offload", "check_commits", "hub",
+     "replica_name", "nominal_replicas", "min_replicas", "hub_token_file", "telemetry",
+     "metrics_port", "mlflow_experiment")
+)  # fmt: skip
+
+
+def training_settings(config: EditConfig) -> dict[str, object]:
+    """Return the settings that affect the numbers of a training, for a manifest."""
+    settings = dataclasses.asdict(config)
+    return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
+
+
+def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
+    """Return one line with the settings changed since the checkpoint; None if there are none.
+
+    Args:
+        manifest: of the checkpoint; older versions wrote only strategy and wire type.
+        config: of this run.
+    """
+    before = {"strategy": manifest.strategy, "sync_dtype": manifest.wire, **manifest.settings}
+    if manifest.choice is not None and not config.auto:
+        before |= manifest.choice["settings"]
+    now = training_settings(config)
+    changes = [
+        f"{flag(name)} {format_value(value)} -> {format_value(now[name])}"
+        for name, value in before.items()
+        if name in now and value != now[name]
+    ]
+    return f"settings changed since the checkpoint: {', '.join(changes)}" if changes else None
+
+
+def summary_of(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replicas: int) -> str:
+    """Return one line: the checkpoint, the round, the replicas, and the consumed samples."""
+    if manifest.is_warmup:
+        where = "in the final synchronous phase" if manifest.is_final_phase else "in warm-up"
+    elif manifest.is_mid_round:
+        where = f"in round {manifest.round + 1}"
+        where += "" if plan.continues else ", which is completed"
+    else:
+        where = f"after the sync of round {manifest.round}"
+    change = (
+        f"{num_replicas} replicas"
+        if manifest.num_replicas == num_replicas
+        else f"{manifest.num_replicas} replicas become {num_replicas}"
+    )
+    return f"resuming from {choice.path}, {where}: {change}, {plan.consumed} samples consumed"
+
+
+def dropped_state(choice: Choice, flag_given: str) -> str:
+    """Return one line about what a load of the parameters alone leaves out.
+
+    Args:
+        choice: the checkpoint.
+        flag_given: `--finetune` or `--no-load-optim`.
+    """
+    manifest = choice.manifest
+    text = f"{flag_given}: of {choice.path} only the parameters are loaded"
+    if manifest is None or manifest.is_warmup:
+        return text
+    steps = sum(entry.inner_steps for entry in manifest.replicas[1:])
+    dropped = f"; {steps} steps of the others since the last sync are dropped" if steps else ""
+    return f"{text}, those of replica 0{dropped}"
+
+
+# ---- The memory of the rounds, taken before training: a lack of it is found at the start
+
+
+def reserve_memory(engine: EditEngine, world: ReplicaWorld) -> None:
+    """Allocate what the rounds need beside the model, before the warm-up or a load.
+
+    Collective: all ranks of all replicas.
+
+    Raises:
+        UsageError: some rank has too little memory; on every rank.
+    """
+
+    def reserve() -> None:
+        try:
+            engine.reserve_memory()
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            nbytes = engine.status.state_bytes_per_rank
+            raise UsageError(
+                f"about {nbytes / 1e9:.3g} GB per rank for anchor, outer momentum and syncs",
+                f"must fit beside the model ({str(error).partition('. ')[0]})",
+                f"use more ranks per replica, or {flag('offload')}",
+            ) from error
+
+    check_on_all_ranks(world, "memory", reserve, what="memory")

@@ -14,7 +14,7 @@ from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.writing import CheckpointWriter, SavePlan
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
-from megatron_edit.host.seams.calls import Call
+from megatron_edit.host.seams.patching import Call
 from megatron_edit.observe.console import say
 
 

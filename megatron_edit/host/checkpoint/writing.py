@@ -24,8 +24,20 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, MIN_TIMEOUT_SECONDS
 from megatron_edit.engine import EditEngine, EngineState
-from megatron_edit.host.checkpoint.committing import Committer, RankSave
-from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
+from megatron_edit.host.checkpoint.async_saves import (
+    ANOTHER_RANK_FAILED,
+    SaveRecord,
+    WriteErrors,
+    error_text,
+)
+from megatron_edit.host.checkpoint.choosing import layout_of, model_of
+from megatron_edit.host.checkpoint.committing import (
+    Committer,
+    NotPermittedError,
+    RankSave,
+    permission,
+)
+from megatron_edit.host.checkpoint.loading import training_settings
 from megatron_edit.host.checkpoint.outer import (
     Kinds,
     LocalPiece,
@@ -34,26 +46,19 @@ from megatron_edit.host.checkpoint.outer import (
     shared_kinds,
 )
 from megatron_edit.host.checkpoint.paths import Redirection, without_retention
-from megatron_edit.host.checkpoint.permission import NotPermittedError, permission
-from megatron_edit.host.checkpoint.random import save_streams, streams_name
 from megatron_edit.host.checkpoint.replica_local import (
     RankShards,
     gradient_kinds,
     is_replica_local,
     replica_local_kinds,
+    save_streams,
+    streams_name,
 )
 from megatron_edit.host.checkpoint.round_state import fields_of
-from megatron_edit.host.checkpoint.summary import training_settings
-from megatron_edit.host.checkpoint.write_errors import (
-    ANOTHER_RANK_FAILED,
-    SaveRecord,
-    WriteErrors,
-    error_text,
-)
+from megatron_edit.host.metrics import versions
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.seams.calls import Call
-from megatron_edit.host.seams.describe import versions
 from megatron_edit.host.seams.megatron import AsyncRequest
+from megatron_edit.host.seams.patching import Call
 
 LEAVE_SECONDS = 10.0  # for a replica of an elastic run that leaves to complete its last save
 
@@ -230,7 +235,7 @@ class CheckpointWriter:
 
     def schedule(self, call: Call[None]) -> None:
         """Schedule Megatron's asynchronous save, merged with requests of the outer state."""
-        from megatron_edit.host.checkpoint.async_requests import merge_async_requests
+        from megatron_edit.host.checkpoint.async_saves import merge_async_requests
 
         before, self._outer = self._outer, []
         requests = [*before, call.arguments["async_request"]]

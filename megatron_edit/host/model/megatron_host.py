@@ -18,7 +18,6 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import MUON
 from megatron_edit.engine import ParamShard, Progress, UnitShard
 from megatron_edit.host.model.counters import TrainingCounters, is_end_requested
-from megatron_edit.host.model.gradients import GradientPlace, gradient_places, gradient_shards
 from megatron_edit.host.model.moments import (
     configured_beta2,
     create,
@@ -39,8 +38,13 @@ from megatron_edit.host.model.optimizer import (
     ShardedOptimizer,
     tie_of,
 )
-from megatron_edit.host.model.planning import plan_model
-from megatron_edit.host.model.routers import Routers
+from megatron_edit.host.model.planning import (
+    GradientPlace,
+    Routers,
+    gradient_places,
+    gradient_shards,
+    plan_model,
+)
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
     InnerOptimizer,
@@ -172,7 +176,7 @@ class MegatronHost:
         """
         if hasattr(optimizer, "chained_optimizers"):
             if hasattr(optimizer, "allgather_params"):
-                from megatron_edit.host.model.layer_wise import EditLayerWiseOptimizer
+                from megatron_edit.host.model.optimizer import EditLayerWiseOptimizer
 
                 self._layer_wise.append(EditLayerWiseOptimizer.adopt(optimizer))
                 shares = True
@@ -362,7 +366,7 @@ def _adopted(inner: InnerOptimizer, *, shares: bool) -> ShardedOptimizer:
     if isinstance(inner, DistributedOptimizer):
         return EditDistributedOptimizer.adopt(inner)
     if shares:
-        from megatron_edit.host.model.layer_wise import LayerWiseShards
+        from megatron_edit.host.model.optimizer import LayerWiseShards
 
         return LayerWiseShards(inner)
     return PlainOptimizer(inner)

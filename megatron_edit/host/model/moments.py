@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from megatron_edit.host.model.shard_access import MASTER
+from megatron_edit.host.model.optimizer import MASTER
 from megatron_edit.host.seams.megatron import (
     InnerOptimizer,
     ParamState,

@@ -7,20 +7,26 @@ construction, and restored by `release`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import fp8_utils, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from megatron_edit.engine import TIED_EMBEDDING, ParamShard, ShardAccessor, UnitPlan
-from megatron_edit.host.model.quantized import is_quantized
-from megatron_edit.host.model.shard_access import AdamShard, HybridShard
-from megatron_edit.host.seams.megatron import InnerOptimizer, ParamBuffer
+from megatron_edit.errors import UsageError
+from megatron_edit.host.seams.megatron import (
+    FusedAdam,
+    HybridOptimizer,
+    InnerOptimizer,
+    ParamBuffer,
+    QuantizingOptimizer,
+)
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
 
@@ -313,3 +319,242 @@ def tie_of(parameter: torch.nn.Parameter) -> str | None:
     if getattr(parameter, "tensor_model_parallel", False):
         return None
     return TIED_TP if getattr(parameter, "allreduce", True) else TIED_EXPERT_TP
+
+
+# ---- Adapts Megatron's layer-wise distributed optimizer (Muon), which assigns parameters to
+# ranks
+#
+# It chains optimizers that have only this rank's parameters, and gathers those of all ranks after
+# the step. It needs Megatron 0.19 or newer, so that this module is imported on demand.
+
+
+class EditLayerWiseOptimizer(LayerWiseDistributedOptimizer):  # type: ignore[misc]
+    """Megatron's layer-wise distributed optimizer with a gather that can be deferred until a sync.
+
+    Made from an instance of Megatron's class, like `EditDistributedOptimizer`.
+    """
+
+    edit_defers_gather: bool
+
+    @classmethod
+    def adopt(cls, optimizer: LayerWiseDistributedOptimizer) -> EditLayerWiseOptimizer:
+        """Change the class of a Megatron optimizer to this one; `release` undoes it."""
+        optimizer.__class__ = cls
+        optimizer.edit_defers_gather = False
+        return optimizer
+
+    def release(self) -> None:
+        """Restore Megatron's class."""
+        self.__dict__.pop("edit_defers_gather", None)
+        self.__class__ = LayerWiseDistributedOptimizer
+
+    def gather(self) -> None:
+        """Gather the parameters in the replica, unless buffers of Megatron's DDP do."""
+        if not self.use_buffer_param_sync:
+            self.allgather_params()
+
+    def allgather_params(self) -> None:
+        """Gather parameters outside of Megatron's buffers, unless the gather is deferred."""
+        if not self.edit_defers_gather:
+            super().allgather_params()
+
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        """Gather parameters in Megatron's buffers, unless the gather is deferred."""
+        if not self.edit_defers_gather:
+            super().start_param_sync_for_bucket_group_subset()
+
+
+class LayerWiseShards(PlainOptimizer):
+    """An optimizer chained by the layer-wise one, with parameters that only this rank steps.
+
+    Main copies are not sharded: fp32 of the parameter's shape, for bf16 parameters.
+    """
+
+    def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True: no other data-parallel rank of the replica has a main copy."""
+        return True
+
+    @property
+    def copy_index(self) -> int | None:
+        """0: there is only one copy."""
+        return 0
+
+
+# ---- Accessors for main shards that are stored in the state of an optimizer
+#
+# With ``--use-precision-aware-optimizer`` Megatron has no fp32 copy: Transformer Engine's Adam
+# has it, as fp32 or as the remainder of bf16 parameters. With ``--optimizer-cpu-offload`` it is a
+# tensor of Megatron's hybrid optimizer, which may be in host memory. Loading a checkpoint
+# replaces both, so that they are looked up at each use.
+
+
+MASTER = "master_param"
+_LOW = 0xFFFF
+
+
+@dataclass(frozen=True)
+class AdamShard:
+    """A main shard in the state of Transformer Engine's Adam.
+
+    Before the first step there is no state, and theta is the model's shard, from which Adam will
+    begin.
+
+    Attributes:
+        optimizer: optimizer with the state.
+        model: bf16 or fp16 [n], a view of the model's parameter; the optimizer's key of the state.
+    """
+
+    optimizer: FusedAdam
+    model: Tensor
+
+    def numel(self) -> int:
+        """Elements of the shard."""
+        return int(self.model.numel())
+
+    def read(self) -> Tensor:
+        """Return theta, fp32 [n]: Adam's main copy, or the model's values before the first step.
+
+        A main copy that is stored as a remainder is joined with the model's values."""
+        if MASTER not in self.optimizer.state.get(self.model, {}):
+            return self.model.detach().float()
+        main = self.optimizer.get_unscaled_state(self.model, MASTER)
+        return join_remainder(self.model.detach(), main) if main.dtype == torch.int16 else main
+
+    def write(self, values: Tensor) -> None:
+        """Set theta to `values`, fp32 [n]; the model's shard is rounded as by Adam's kernels."""
+        state, model = self.optimizer.state.get(self.model, {}), self.model.detach()
+        if MASTER in state and state[MASTER].dtype == torch.int16:
+            rounded, remainder = split_fp32(values)
+            model.copy_(rounded)
+            self.optimizer.set_scaled_state(self.model, MASTER, remainder)
+            return
+        model.copy_(values)
+        if MASTER in state:
+            self.optimizer.set_scaled_state(self.model, MASTER, values)
+
+
+@dataclass(frozen=True)
+class HybridShard:
+    """A main shard of Megatron's hybrid optimizer, on the device or in host memory.
+
+    In host memory, the host blocks for each copy, because the CPU optimizer uses the shard.
+
+    Attributes:
+        optimizer: optimizer with the shard.
+        model: [n], a view of the model's parameter; the optimizer's key of the shard.
+    """
+
+    optimizer: HybridOptimizer
+    model: Tensor
+
+    def numel(self) -> int:
+        """Elements of the shard."""
+        return int(self.model.numel())
+
+    def read(self) -> Tensor:
+        """Return theta, fp32 [n], on the parameter's device: a copy if it is stored elsewhere."""
+        return self._main.to(device=self.model.device, dtype=torch.float32)
+
+    def write(self, values: Tensor) -> None:
+        """Set theta to `values`, fp32 [n], in the optimizer's copy and in the model's parameter."""
+        self._main.copy_(values)
+        self.model.detach().copy_(values)
+
+    @property
+    def _main(self) -> Tensor:
+        return self.optimizer.param_to_inner_param[self.model].detach()
+
+
+def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 into the nearest bf16 and an int16 remainder, bit for bit as Adam's kernels do.
+
+    Args:
+        values: fp32 [n].
+    """
+    bits = values.contiguous().view(torch.int32)
+    remainder = bits.to(torch.int16)  # the low half, as a signed number
+    high = (bits >> 16) + (remainder < 0)  # rounded up if the low half is at least a half
+    return high.to(torch.int16).view(torch.bfloat16), remainder
+
+
+def join_remainder(rounded: Tensor, remainder: Tensor) -> Tensor:
+    """Return the exact fp32 [n] from the results of `split_fp32`.
+
+    Args:
+        rounded: bf16 [n].
+        remainder: int16 [n].
+    """
+    high = rounded.contiguous().view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
+    return ((high << 16) | (remainder.to(torch.int32) & _LOW)).view(torch.float32)
+
+
+# ---- Writes quantized (8-bit) parameters (``--fp8-param-gather``) by Megatron's quantization
+#
+# A main shard cannot be copied into such a parameter, because its scale depends on all ranks that
+# have a shard of it. Megatron's function takes lists of parameters and is collective over these
+# ranks, so that all of them call it once for each unit and optimizer.
+
+
+def is_quantized(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter is stored in 8 bits."""
+    is_grouped = getattr(fp8_utils, "is_grouped_tensor_with_quantized_storage", None)  # from 0.19
+    return bool(fp8_utils.is_float8tensor(parameter) or (is_grouped and is_grouped(parameter)))
+
+
+def quantizers_of(
+    optimizers: Iterable[object], unit_of: Mapping[torch.nn.Parameter, tuple[str, str]]
+) -> dict[str, Callable[[], None]]:
+    """Return, for each unit with quantized parameters, a function that writes them.
+
+    Args:
+        optimizers: Megatron's distributed optimizers, in the same order on all ranks.
+        unit_of: name and unit of each parameter.
+
+    Raises:
+        UsageError: this Megatron does not support it (older than 0.19).
+    """
+    parts: dict[str, list[Callable[[], None]]] = {}
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_expand_quantized_param_shard_for_cast"):
+            raise UsageError(
+                "--fp8-param-gather",
+                "with --use-edit it needs megatron-core 0.19 or newer",
+                "use a newer Megatron-LM, or drop the flag",
+            )
+        for unit, quantize in _of_optimizer(optimizer, unit_of).items():
+            parts.setdefault(unit, []).append(quantize)
+    return {unit: _call_in_order(quantizers) for unit, quantizers in parts.items()}
+
+
+def _call_in_order(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def call_all() -> None:
+        for function in functions:
+            function()
+
+    return call_all
+
+
+def _of_optimizer(
+    optimizer: QuantizingOptimizer, unit_of: Mapping[torch.nn.Parameter, tuple[str, str]]
+) -> dict[str, Callable[[], None]]:
+    units: dict[str, set[int]] = {}
+    for parameter in optimizer._get_fp8_params_and_shard_fp32_from_fp8()[0]:
+        units.setdefault(unit_of[parameter][1], set()).add(id(parameter))
+    return {unit: _quantizer(optimizer, chosen) for unit, chosen in units.items()}
+
+
+def _quantizer(optimizer: QuantizingOptimizer, chosen: set[int]) -> Callable[[], None]:
+    def quantize() -> None:
+        lists: tuple[list[object], list[object], list[object]] = ([], [], [])
+        # Read at each call: a load may have replaced the tensors of main shards.
+        for parameter, main, start in zip(
+            *optimizer._get_fp8_params_and_shard_fp32_from_fp8(), strict=True
+        ):
+            if id(parameter) in chosen:
+                # The function takes the members of a group of parameters.
+                parts = optimizer._expand_quantized_param_shard_for_cast(parameter, main, start)
+                for target, part in zip(lists, parts, strict=True):
+                    target.extend(part)
+        fp8_utils.quantize_param_shard(*lists, optimizer.data_parallel_group)
+
+    return quantize

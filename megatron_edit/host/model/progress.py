@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.seams.calls import Call
+from megatron_edit.host.seams.patching import Call
 
 
 @dataclass

@@ -40,7 +40,7 @@ type FusedAdam = Any  # Transformer Engine's FusedAdam: states of lower precisio
 type HybridOptimizer = Any  # HybridDeviceOptimizer: steps by optimizers on two devices
 type QuantizingOptimizer = Any  # DistributedOptimizer with quantized parameters
 type OptimizerOfLoop = Any  # MegatronOptimizer or ChainedOptimizer
-type LayerWiseOptimizer = Any  # LayerWiseDistributedOptimizer, adopted (`host.model.layer_wise`)
+type LayerWiseOptimizer = Any  # LayerWiseDistributedOptimizer, adopted (`host.model.optimizer`)
 type ShardOwner = Any  # DistributedOptimizer with torch's Adam, for patches of its class
 type ParamScheduler = Any  # OptimizerParamScheduler
 
