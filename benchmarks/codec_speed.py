@@ -2,11 +2,10 @@
 
     python benchmarks/codec_speed.py --output codec_speed.json
 
-Speeds are GB/s of fp32 values, 4 bytes each, read by an encoder or written by a decoder. In the
-same run, in alternating order: a copy of these bytes, and torch's quantization to int8 with given
-scales. OUTPUT holds the numbers; the page, which is also printed, is written next to it. The exit
-code is 1 where a target is missed. Takes a minute. With `--device cuda`, also checks that the
-GPU decodes nearly the same values as the CPU.
+Speeds are GB/s of fp32 values, 4 bytes each, read by an encoder or written by a decoder, beside a
+copy of these bytes in the same run. OUTPUT holds the numbers; the page, which is also printed, is
+written next to it. The exit code is 1 where a target is missed. Takes a minute. With `--device
+cuda`, also checks that the GPU decodes nearly the same values as the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import os
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from frame.study import (
     describe_environment,
     parse_quick,
     split_commas,
-    write_series,
+    write_results,
 )
 from torch import Tensor
 
@@ -37,14 +35,13 @@ from megatron_edit.constants import INT8, TERNARY, WIRE_TYPES
 from megatron_edit.method.codec import Codec
 from megatron_edit.tools.cli.common import OneLineParser
 
-COPY, PER_TENSOR, PER_CHANNEL = "copy", "torch, one scale", "torch, scale per 256"
+COPY = "copy"
 ENCODE, FEEDBACK, DECODE, ADD = "encode", "encode, residual", "decode", "add decoded"
 OPERATIONS = (ENCODE, FEEDBACK, DECODE, ADD)
 TARGETS = (TERNARY, INT8)
 TARGET = 1.0  # GB/s of one core, of a codec as trainings use it: with a residual where it has one
 SIZES = "16777216,1048576"
 SUMMED = 4  # addends of a sum, which together have the values of the shard
-CHANNEL_NUMEL = 256  # values of a scale, as of int8
 QUICK = {"sizes": "65537", "repeats": 2, "values": 65537}
 CHECKED_NUMEL, MAX_DISTANCE = 1_000_003, 0.01  # of values that a GPU and the CPU decode
 
@@ -108,7 +105,6 @@ def make_cases(numel: int, device: str) -> list[Case]:
     values = random_values(numel).to(device)
     out, residual = torch.zeros_like(values), torch.zeros_like(values)
     cases = [Case(numel, COPY, ENCODE, lambda: out.copy_(values))]
-    cases += torch_cases(values) if device == "cpu" else []
     for codec in codecs():
         cases += codec_cases(codec, values, residual, out)
     return cases
@@ -130,28 +126,6 @@ def distance_from_cpu(codec: Codec, device: str, numel: int = CHECKED_NUMEL) -> 
 
     expected = decoded("cpu")
     return float((decoded(device) - expected).norm() / expected.norm())
-
-
-def torch_cases(values: Tensor) -> list[Case]:
-    """Return the cases of torch's quantization, which is given the scales."""
-    numel, scale = values.numel(), float(values.abs().max()) / 127
-    rows = values[: numel // CHANNEL_NUMEL * CHANNEL_NUMEL].view(-1, CHANNEL_NUMEL)
-    scales = (rows.abs().amax(dim=1) / 127).double()
-    zeros = torch.zeros(len(rows), dtype=torch.int64)
-
-    def one_scale() -> Tensor:
-        return torch.quantize_per_tensor(values, scale, 0, torch.qint8)
-
-    def many_scales() -> Tensor:
-        return torch.quantize_per_channel(rows, scales, zeros, 0, torch.qint8)
-
-    cases = []
-    for name, quantize in ((PER_TENSOR, one_scale), (PER_CHANNEL, many_scales)):
-        cases += [
-            Case(numel, name, ENCODE, quantize),
-            Case(numel, name, DECODE, quantize().dequantize),
-        ]
-    return cases
 
 
 def codec_cases(codec: Codec, values: Tensor, residual: Tensor, out: Tensor) -> list[Case]:
@@ -234,8 +208,7 @@ def make_page(args: argparse.Namespace, load: float, speeds: Sequence[Speed]) ->
         f"--sizes {args.sizes} --values {args.values} --output {args.output.name}", "",
         f"GB/s of fp32 values: median of {args.repeats} repeats, and minimum to maximum.",
         f"{device}, torch {found['torch']}, Linux {found['kernel']}; load",
-        f"average at the start {load:.1f}. Torch's quantization to int8 is given its scales, and",
-        "has no residual.",
+        f"average at the start {load:.1f}.",
     ]  # fmt: skip
     for numel in dict.fromkeys(each.numel for each in speeds):
         lines += ["", f"## {numel} values", "", speed_table(s for s in speeds if s.numel == numel)]
@@ -245,7 +218,6 @@ def make_page(args: argparse.Namespace, load: float, speeds: Sequence[Speed]) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write OUTPUT and the page, print the page."""
     args = parse(argv)
-    warnings.filterwarnings("ignore", message=".*quantize", category=UserWarning)  # deprecated
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     sizes = [int(size) for size in split_commas(args.sizes)]
@@ -258,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": describe_environment(), "configuration": configuration, "load": load,
         "speeds": speeds, "distances": distances,
     }  # fmt: skip
-    write_series(args.output, "codec_speed", {"all": own})
+    write_results(args.output, "codec_speed", own)
     page = make_page(args, load, speeds)
     page += "".join(
         "\n" + target_line(f"{name}: distance from the values on the CPU", found, MAX_DISTANCE)

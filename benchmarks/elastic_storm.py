@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 if str(REPOSITORY) not in sys.path:  # the harness of the tests runs the replicas
     sys.path.append(str(REPOSITORY))
 
-from frame.study import describe_environment, say, write_series  # noqa: E402
+from frame.study import describe_environment, say, write_results  # noqa: E402
 from storm_parts.analysis import Part, summarize  # noqa: E402
 from storm_parts.faults import Done, make  # noqa: E402
 from storm_parts.report import page, series, verdicts  # noqa: E402
@@ -210,7 +210,7 @@ class Storm:
             "versions": describe_environment(), "configuration": self._tape.settings,
         }  # fmt: skip
         results = head | series(summary, dones)
-        write_series(self._folder / "summary.json", "elastic_storm", {"all": results})
+        write_results(self._folder / "summary.json", "elastic_storm", results)
         print(page(summary, dones))
         is_complete = len(dones) == len(self._tape.faults)
         is_right = all(each.passes for each in verdicts(summary) if each.is_strict)

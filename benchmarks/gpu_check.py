@@ -96,7 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ),
     }
     parser = study_parser("gpu_check", __doc__, flags, repeats=1, time_limit=120.0,
-                          quick="two cases", pairs=False)  # fmt: skip
+                          quick="two cases")  # fmt: skip
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")

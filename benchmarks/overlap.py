@@ -7,11 +7,7 @@ a GPT. The benchmark compares EDiT in the given modes, stock data parallelism ac
 (`stock`; `stock-instances` has a distributed optimizer instance on each host, which NVIDIA
 recommends across data centers), and the ideal: the same training without exchange. All of them are
 repeated alternately, and each run is compared with those of its own repeat, as machines drift.
-Needs root and iproute2. The modes `torchft-diloco` and `torchft-streaming` also measure torchft,
-where it is installed. `--stock` names the stock kinds to run.
-
-`--against COMMIT` also runs every case with the package of an earlier commit, and compares the two
-in pairs (`frame/against.py`).
+Needs root and iproute2. `--stock` names the stock kinds to run.
 
 Prints a Markdown table; writes OUTPUT (its numbers, and a row for each run), a picture next to it,
 and the folder of all runs.
@@ -23,12 +19,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from frame.gpt import Link, Model
-from frame.launch import RunFailedError
+from frame.gpt import Link, Model, link_name
+from frame.launch import RunFailedError, measure_link
 from frame.study import (
     Flags,
     Study,
@@ -46,11 +40,8 @@ from overlap_parts.kinds import (
     BLOCKING,
     IDEAL,
     OVERLAP,
-    RIVALS,
     STOCKS,
     Job,
-    RivalError,
-    rival_versions,
     variants,
 )
 from overlap_parts.report import Analysis, draw, markdown
@@ -66,14 +57,12 @@ def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed."""
     args = parse(argv)
     model = Model(num_layers=args.layers, hidden_size=args.hidden_size, seq_length=args.seq_length)
-    base = Job(IDEAL, model, args.hosts, args.tau, args.rounds, args.stock_seconds, args.falls_to)
+    base = Job(IDEAL, model, args.hosts, args.tau, args.rounds, args.stock_seconds)
     try:
-        has_rivals = any(kind in RIVALS for kind in args.kinds)
-        rival = rival_versions(args.torchft_python) if has_rivals else {}
         with Lab(args.hosts, latency_seconds=args.latency) as lab:
-            results = Results(args, base, rival)
+            results = Results(args, base)
             results.measure_all(lab)
-    except (LabError, RivalError, RunFailedError) as error:
+    except (LabError, RunFailedError) as error:
         print(f"overlap: {error}", file=sys.stderr)
         return 1
     rows = results.analysis().rows()
@@ -85,12 +74,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     flags: Flags = {
         "modes": ("overlap,blocking",
-                  f"separated by commas: overlap, blocking, auto, "
-                  f"{', '.join((*variants(1), *RIVALS))}"),
-        "torchft-python": (sys.executable, "interpreter that has torchft, for its modes"),
+                  f"separated by commas: overlap, blocking, auto, {', '.join(variants(1))}"),
         "links": ("none,1e9,100e6,20e6", "bits per second"),
         "latency": (0.0, "seconds until a message has arrived, on all links"),
-        "falls-to": ("", "rate of all links from the first measured iteration on"),
         "rounds": (2, "rounds measured in a run"),
         "tau": (40, "sync interval"),
         "hosts": (2, "number of hosts, each a replica of one rank"),
@@ -102,13 +88,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     }  # fmt: skip
     parser = study_parser("overlap", __doc__, flags, repeats=3, time_limit=600.0,
                           quick="a small model, few steps, one repeat")  # fmt: skip
-    parser.add_argument("--without-stock", action="store_true", help="the same as --stock ''")
     args = parse_quick(parser, argv, QUICK)
     args.links = parse_links(args.links)
-    args.falls_to = parse_links(args.falls_to)[0] if args.falls_to else None
-    modes = args.modes.split(",")
-    stock = [] if args.without_stock else split_commas(args.stock)
-    known = [OVERLAP, BLOCKING, AUTO, *variants(args.tau), *RIVALS]
+    modes, stock = split_commas(args.modes), split_commas(args.stock)
+    known = [OVERLAP, BLOCKING, AUTO, *variants(args.tau)]
     for name, given, possible in (("modes", modes, known), ("stock", stock, STOCKS)):
         unknown = [kind for kind in given if kind not in possible]
         if unknown:
@@ -120,12 +103,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 class Results(Study[Measurement]):
     """The measurements of the study."""
 
-    def __init__(self, args: argparse.Namespace, base: Job, rival: dict[str, str]) -> None:
+    def __init__(self, args: argparse.Namespace, base: Job) -> None:
         flags = {kind: _flags(base, kind) for kind in args.kinds}
-        settings = result_settings(args, "torchft_python")
-        settings |= {"model": base.model, "flags": common_flags(flags)}
-        versions = {name: text for name, text in rival.items() if "torchft" in name}
-        super().__init__("overlap", args, Measurement, settings, versions)
+        settings = result_settings(args) | {"model": base.model, "flags": common_flags(flags)}
+        super().__init__("overlap", args, Measurement, settings)
         self._base = base
         self._links: list[Link] = []
         self._forward_share = 0.0
@@ -137,38 +118,40 @@ class Results(Study[Measurement]):
             self._links,
             tau=self._base.tau,
             tokens_per_iteration=self._base.tokens_per_iteration,
-            forward_share=self._forward_share,
         )
 
     def measure_all(self, lab: Lab) -> None:
         """Run all kinds on all links, `args.repeats` times."""
-        args = self.args
-        bench = Bench(lab, args.time_limit, args.torchft_python)
-
-        def make(rate: float | None, repeat: int, kind: str, package: Path) -> Measurement:
-            return bench.measure(replace(self._base, kind=kind), rate, repeat, package)
-
+        args, bench = self.args, Bench(lab, self.args.time_limit)
         with self.progress(args.repeats * len(args.links) * len(args.kinds)):
             self._forward_share = self.once(
                 "forward share", float, lambda: bench.forward_share(self._base)
             )
             say(f"forward: {self._forward_share:.3f} of an ideal step")
-            for link in self.links(lab, args.kinds, make):
-                self._links.append(link)
+            for repeat in range(args.repeats):
+                for rate in args.links:
+                    self._measure_link(lab, bench, rate, repeat)
+
+    def _measure_link(self, lab: Lab, bench: Bench, rate: float | None, repeat: int) -> None:
+        place = link_name(rate)
+
+        def make(kind: str) -> Measurement:
+            return bench.measure(replace(self._base, kind=kind), rate, repeat)
+
+        self._links.append(
+            self.once(
+                f"repeat {repeat + 1}, {place}, link",
+                Link,
+                lambda: measure_link(lab, rate, repeat),
+            )
+        )
+        self.run_repeat(repeat, self.args.kinds, lambda kind: f"{place}, {kind}", make)
 
     def describe(self, run: Measurement) -> str:
         """Return the length of a step as text."""
         step = self._base.tokens_per_iteration / run.tokens_per_second
         late = f" (then exited with {run.exit_codes})" if any(run.exit_codes) else ""
         return f"{step * 1e3:.1f} ms{late}"
-
-    def numbers(self, run: Measurement) -> dict[str, float | None]:
-        """Return the speed and the exposed time per sync."""
-        exposed = [1e3 * sync["seconds"]["exposed"] for sync in run.syncs]
-        return {
-            "tokens/s": run.tokens_per_second,
-            "exposed (ms / sync)": median(exposed) if exposed else None,
-        }
 
     def summary(self) -> dict[str, Any]:
         """Return the results by link, kind and run."""

@@ -1,15 +1,12 @@
-"""Compare the planner's predictions with measurements, and write the tables of docs/plan.md.
+"""Print the planner's predictions beside measurements, the committed results of two benchmarks.
 
-    python benchmarks/plan_check.py           writes the tables
-    python benchmarks/plan_check.py --check   exits 1 where they are not current
+    python benchmarks/plan_check.py
 
-The measurements are the committed results of two benchmarks, overlap and growth. One
-test runs this script with --check, and another one checks the errors against the limits.
+`tests/system/test_plan_check.py` checks the errors against the limits.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from frame.gpt import link_name
-from frame.launch import BENCHMARKS, REPOSITORY
+from frame.launch import BENCHMARKS
 from frame.page import Column, table_of
 from frame.study import read_one
 from netlab import burst_bytes
@@ -29,8 +26,6 @@ from megatron_edit.tools.plan.machine import CPU, Link, Machine
 
 # The series of each study that the planner is compared with.
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}
-TARGET = REPOSITORY / "docs" / "plan.md"
-BEGIN, END = "<!-- made by benchmarks/plan_check.py -->", "<!-- end -->"
 MAX_SPEED_ERROR, MAX_BYTES_ERROR = 0.20, 0.10
 CORES = 2
 # The coefficients in megatron_edit/tools/plan/machine.py were fitted to these.
@@ -199,7 +194,7 @@ def _results(name: str) -> dict[str, Any]:
 
 
 def tables() -> str:
-    """Return the generated part of docs/plan.md."""
+    """Return the tables."""
     parts = [
         "Share of the ideal speed (`benchmarks/results/overlap_2cpu_202611.md`, the first of its "
         "two series; `delayed_2cpu_202611.md`), medians:",
@@ -234,22 +229,10 @@ def _bytes_line() -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
-    args = parser.parse_args(argv)
-    text = TARGET.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    new_text = f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
-    if not args.check:
-        TARGET.write_text(new_text, encoding="utf-8")
-        return 0
-    if new_text == text:
-        return 0
-    print("docs/plan.md is stale: run python benchmarks/plan_check.py", file=sys.stderr)
-    return 1
+def main() -> int:
+    """Print the tables."""
+    print(tables())
+    return 0
 
 
 if __name__ == "__main__":

@@ -60,15 +60,11 @@ class Rank:
         words: flags of the script.
         environment: variables in addition to torchrun's and those of this module.
         script: path of the training script.
-        python: interpreter; used in a lab.
-        package: folder that `megatron_edit` is imported from.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     script: Path = SCRIPT
-    python: str = sys.executable
-    package: Path = REPOSITORY
 
 
 class Training:
@@ -253,12 +249,11 @@ class Hosts:
     """Starts trainings in the hosts of a lab, one after another.
 
     Args:
-        lab: of at least as many hosts as any training needs.
-        ranks_per_host: ranks in each host.
+        lab: of at least as many hosts as any training has ranks.
     """
 
-    def __init__(self, lab: Lab, ranks_per_host: int = 1) -> None:
-        self.lab, self._ranks_per_host = lab, ranks_per_host
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
         self._port = FIRST_LAB_PORT
 
     @contextmanager
@@ -276,17 +271,12 @@ class Hosts:
                     number, len(ranks), address, self._port, apart, (0, 1)
                 )
                 env |= _HOST_VARIABLES | dict(rank.environment)
-                env["PYTHONPATH"] = _python_path(rank.package)
-                launcher = [rank.python, "-m", "megatron_edit", str(rank.script)]
+                env["PYTHONPATH"] = _python_path()
+                launcher = [sys.executable, "-m", "megatron_edit", str(rank.script)]
                 argv = [*_pin_to_core(number), *launcher, *rank.words]
                 with training.log(number).open("w") as log:
                     process = self.lab.popen(
-                        number // self._ranks_per_host,
-                        argv,
-                        env,
-                        stdout=log,
-                        stderr=log,
-                        cwd=rank.package,
+                        number, argv, env, stdout=log, stderr=log, cwd=REPOSITORY
                     )
                 processes.append(process)
                 training.add(process.pid, process.poll)
@@ -341,35 +331,15 @@ def run_rank(
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(console.fileno(), stream.fileno())
         os.environ.update(env)
-        import_package_from(rank.package)
         from megatron_edit.launcher import main
 
         code = main([str(rank.script), *rank.words])
         if code:
             raise SystemExit(code)
     finally:
-        log.with_suffix(".cpu").write_text(f"{time.process_time():.3f}")
         if others_are_done is not None:
             with suppress(OSError):
                 others_are_done.wait(GRACE_SECONDS)
-
-
-def import_package_from(folder: Path) -> None:
-    """Make this process and its children import `megatron_edit` from a folder.
-
-    multiprocessing has imported the benchmark in this process, and with it perhaps the package of
-    this checkout; its modules are removed where another package is to be imported.
-    """
-    sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = _python_path(folder)
-    if folder != REPOSITORY:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_edit"]:
-            del sys.modules[name]
-
-
-def cpu_seconds(folder: Path) -> float:
-    """Return the CPU seconds of all forked ranks that were not killed."""
-    return sum(float(path.read_text()) for path in folder.glob("*.cpu"))
 
 
 def is_over(folder: Path, rank: int) -> bool:
@@ -409,9 +379,9 @@ def free_ports(after: int, count: int) -> list[int]:
     return found
 
 
-def _python_path(package: Path = REPOSITORY) -> str:
+def _python_path() -> str:
     """Return PYTHONPATH with the folders of the package and of the benchmarks first."""
-    paths = (str(package), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
+    paths = (str(REPOSITORY), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join(filter(None, paths))
 
 

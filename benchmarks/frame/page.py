@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_edit.tools.cli.common import OneLineParser
-
 DPI = 130
 ALL = ("min", "median", "max")
 
@@ -123,30 +121,6 @@ def picture(path: Path, *, dpi: int = DPI, **options: Any) -> Iterator[tuple[Any
         figure.savefig(path, dpi=dpi)
     finally:
         plt.close(figure)
-
-
-def draw_or_print(
-    doc: str | None,
-    target: Path,
-    draw: Callable[[Path], None],
-    numbers: Callable[[], Iterable[str]],
-) -> None:
-    """Run the command of a script that draws one picture.
-
-    Args:
-        doc: of the script; its first line is the command's description.
-        target: default of `--output`.
-        draw: writes the picture.
-        numbers: the lines of `--print`, which draws nothing.
-    """
-    parser = OneLineParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=target, help="(default: %(default)s)")
-    parser.add_argument("--print", action="store_true", help="print the numbers, draw nothing")
-    args = parser.parse_args()
-    if args.print:
-        print(*numbers(), sep="\n")
-    else:
-        draw(args.output)
 
 
 def error_lengths(spreads: Sequence[Spread]) -> list[list[float]]:

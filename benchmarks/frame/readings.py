@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from megatron_edit.tools.compare.console_log import RunLog, edit_losses
 
 from .gpt import Window
 
-__all__ = ["Console", "RunLog", "edit_losses", "inner_steps", "read_choices", "read_console",
-           "read_json_lines", "read_syncs"]  # fmt: skip
+__all__ = ["Console", "RunLog", "edit_losses", "inner_steps", "read_console", "read_json_lines",
+           "read_syncs"]  # fmt: skip
 
 
 class Console:
@@ -44,13 +43,6 @@ def read_syncs(folder: Path, window: Window | None = None) -> list[dict[str, Any
     lines = read_json_lines(folder / "sync.jsonl")
     return [line for line in lines
             if window is None or window.first < line["iteration"] <= window.last]  # fmt: skip
-
-
-def read_choices(folder: Path) -> list[dict[str, Any]]:
-    """Return the choices of `--edit-auto`, in their order."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    choices: list[dict[str, Any]] = run["choices"]
-    return choices
 
 
 def inner_steps(folder: Path, replica: int = 0) -> list[float]:

@@ -2,7 +2,7 @@
 
 Each measurement is stored at once in a small file, in a folder next to OUTPUT that git ignores;
 with `--resume` the study continues from these files. OUTPUT itself is small: settings, versions
-and summaries of one or more series.
+and summaries.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -25,23 +26,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from netlab import Lab
-
 from megatron_edit.tools.cli.common import OneLineParser
 from megatron_edit.tools.compare.finished import configuration_hash, load_result, store_result
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
-from .against import Comparison, add_against, comparison_table, earlier_package
-from .gpt import Link, link_name
-from .launch import REPOSITORY, RunFailedError, measure_link
+from .launch import REPOSITORY, RunFailedError
 from .page import ALL
 
 PACKAGES = ("megatron-edit", "megatron-core", "torch", "numpy")
 DIGITS = 5  # significant digits of numbers in OUTPUT
 # Flags that do not affect the numbers.
-FILE_FLAGS = ("output", "series", "resume")
+FILE_FLAGS = ("output", "resume")
 _SPREAD = ": min, median, max"  # suffix of the name of a column of spreads
-_MAX_LINE_DEPTH = 4  # depth in OUTPUT below which only rows of tables have lines of their own
+_LINE_DEPTH = 4  # depth in OUTPUT from which on each value is on one line
 
 
 # By name, without dashes: the default, whose type is that of the flag, and the help text.
@@ -52,9 +49,8 @@ type Flags = dict[str, tuple[str | int | float, str]]
 
 
 def study_parser(
-    name: str, doc: str | None, flags: Flags, *, repeats: int, time_limit: float, quick: str,
-    pairs: bool = True,
-) -> OneLineParser:  # fmt: skip
+    name: str, doc: str | None, flags: Flags, *, repeats: int, time_limit: float, quick: str
+) -> OneLineParser:
     """Return a parser with the flags common to all studies and those of a benchmark.
 
     Args:
@@ -64,7 +60,6 @@ def study_parser(
         repeats: default of `--repeats`.
         time_limit: default of `--time-limit`.
         quick: what `--quick` does, for its help text.
-        pairs: whether to add `--against`.
     """
     parser = OneLineParser(prog=name, description=(doc or "").partition("\n")[0])
     add = parser.add_argument
@@ -73,15 +68,12 @@ def study_parser(
     add("--resume", action="store_true", help="continue an interrupted study")
     add("--quick", action="store_true", help=f"a smoke test: {quick}")
     common: Flags = {
-        "series": ("all", "name of the series, in a file that holds several"),
         "repeats": (repeats, "repeats of all runs"),
         "time-limit": (time_limit, "seconds for one run"),
     }
     for flag, (default, text) in (common | flags).items():
         shown = f"{default:g}" if isinstance(default, float) else default
         add(f"--{flag}", type=type(default), default=default, help=f"{text} (default: {shown})")
-    if pairs:
-        add_against(parser)
     return parser
 
 
@@ -96,11 +88,8 @@ def parse_quick(
 
 def result_settings(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
     """Return the settings that affect the numbers: all but files and `left_out`."""
-    return {
-        name: value
-        for name, value in vars(args).items()
-        if name not in (*FILE_FLAGS, *left_out) and not (name == "against" and value is None)
-    }
+    return {name: value for name, value in vars(args).items()
+            if name not in (*FILE_FLAGS, *left_out)}  # fmt: skip
 
 
 def split_commas(text: str) -> list[str]:
@@ -141,7 +130,7 @@ class Study[M]:
 
     Attributes:
         args: the parsed command line.
-        found: measurements with the package of this checkout.
+        found: measurements.
         failures: failed runs, one line each.
     """
 
@@ -156,57 +145,41 @@ class Study[M]:
         self.args = args
         self.found: list[M] = []
         self.failures: list[str] = []
-        self._name, self._output, self._series, self._form = name, args.output, args.series, form
-        self._against: str | None = getattr(args, "against", None)
-        self._packages = [REPOSITORY]
-        self._pairs: dict[str, dict[int, list[M | None]]] = {}  # by name and repeat
+        self._name, self._output, self._form = name, args.output, form
         self._head = {
             "versions": describe_environment() | dict(versions or {}),
             "configuration": settings,
         }
-        self._identity = {"study": name, "series": args.series,
-                          "settings": configuration_hash(to_json(settings))}  # fmt: skip
+        self._identity = {"study": name, "settings": configuration_hash(to_json(settings))}
         self._bar: Bar | None = None
         if not args.resume:
-            self._delete_stored()
+            shutil.rmtree(runs_folder(args.output), ignore_errors=True)
 
     # ---- for subclasses
 
     def summary(self) -> dict[str, Any]:
-        """Return the results of this series for OUTPUT, besides settings and versions."""
+        """Return the results for OUTPUT, besides settings and versions."""
         return {}
 
     def describe(self, run: M) -> str:
         """Return the text to print for a finished run."""
         return f"{run}"
 
-    def numbers(self, run: M) -> dict[str, float | None]:
-        """Return the numbers of a run to compare with an earlier package, by name."""
-        return {}
-
     # ---- runs
 
     @contextmanager
-    def progress(self, total: int, *, more: int = 0) -> Iterator[None]:
-        """Show a progress bar inside the `with` block, with the earlier package checked out.
-
-        Args:
-            total: runs that are measured with each package.
-            more: runs that are measured only with that of this checkout.
-        """
-        with earlier_package(self._against) as earlier:
-            self._packages = [REPOSITORY, *([earlier] if earlier else [])]
-            total = total * len(self._packages) + more
-            with progress_bar(self._name, total=total, unit="run") as bar:
-                self._bar = bar
-                yield
+    def progress(self, total: int) -> Iterator[None]:
+        """Show a progress bar of so many runs inside the `with` block."""
+        with progress_bar(self._name, total=total, unit="run") as bar:
+            self._bar = bar
+            yield
 
     def run_repeat[C](
         self,
         repeat: int,
         cases: Sequence[C],
         name: Callable[[C], str],
-        make: Callable[[C, Path], M],
+        make: Callable[[C], M],
     ) -> None:
         """Run all cases once, reversed in every other repeat; failed runs do not stop the others.
 
@@ -214,17 +187,11 @@ class Study[M]:
             repeat: from 0.
             cases: in order.
             name: returns the unique name of a case.
-            make: runs a case with the package in a folder.
+            make: runs a case.
         """
-        runs = [(case, package) for case in cases for package in self._packages]
-        for case, package in alternate_order(runs, repeat):
-            is_earlier = package != REPOSITORY
-            key = f"turn {repeat + 1}, {name(case)}"
-            key += f", at {package.name}" if is_earlier else ""
-            found = self.measure(key, partial(make, case, package))
-            pair = self._pairs.setdefault(name(case), {}).setdefault(repeat, [None, None])
-            pair[is_earlier] = found
-            if found is not None and not is_earlier:
+        for case in alternate_order(cases, repeat):
+            found = self.measure(f"repeat {repeat + 1}, {name(case)}", partial(make, case))
+            if found is not None:
                 self.found.append(found)
             self.write()
 
@@ -232,7 +199,7 @@ class Study[M]:
         """Return the stored result of a key, or make and store it.
 
         Args:
-            key: unique in the series.
+            key: unique in the study.
             form: type of the result.
             make: returns the result.
         """
@@ -248,7 +215,7 @@ class Study[M]:
         """Return the stored or new measurement of a key; record a failed run and return None.
 
         Args:
-            key: unique in the series.
+            key: unique in the study.
             make: returns the measurement.
             form: its type; that of the study by default.
         """
@@ -266,60 +233,17 @@ class Study[M]:
             if self._bar is not None:
                 self._bar.update()
 
-    def links[C](
-        self, lab: Lab, cases: Sequence[C], make: Callable[[float | None, int, C, Path], M]
-    ) -> Iterator[Link]:
-        """Run cases on all links (`args.links`), `args.repeats` times; yields each measured link.
-
-        Args:
-            lab: of the links.
-            cases: to run on each link, named by their text.
-            make: runs a case at a rate in a repeat, with the package in a folder.
-        """
-        for repeat in range(self.args.repeats):
-            for rate in self.args.links:
-                place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
-                yield self.once(f"turn {repeat + 1}, {place}, link", Link, link)
-                names = partial("{}, {}".format, place)
-                self.run_repeat(repeat, cases, names, partial(make, rate, repeat))
-
     # ---- results
 
-    def compare_packages(self) -> list[Comparison]:
-        """Return the numbers of both packages for each case, paired by repeat."""
-        rows = []
-        for name, repeats in self._pairs.items():
-            pairs = [
-                (self.numbers(here), self.numbers(earlier))
-                for here, earlier in repeats.values()
-                if here is not None and earlier is not None
-            ]
-            for of in pairs[0][0] if pairs else ():
-                numbers = [(here[of], earlier[of]) for here, earlier in pairs]
-                known = [(a, b) for a, b in numbers if a is not None and b]
-                rows += [Comparison.of_pairs(name, of, known)] if known else []
-        return rows
-
     def write(self) -> None:
-        """Write OUTPUT: replace this series, and keep the others."""
-        others = read_series(self._output) if self._output.exists() else {}
-        comparison = {} if self._against is None else {"against": self.compare_packages()}
-        own = self._head | self.summary() | comparison | {"failures": self.failures}
-        series = others | {self._series: own}
-        write_series(self._output, self._name, series)
+        """Write OUTPUT."""
+        results = self._head | self.summary() | {"failures": self.failures}
+        write_results(self._output, self._name, results)
 
     def report(self, page: str) -> int:
-        """Print a page and the comparison with the earlier package; returns the exit code."""
+        """Print a page; returns the exit code."""
         print(page)
-        if self._against is not None:
-            print(f"\n{comparison_table(self._against, self.compare_packages())}")
         return 1 if self.failures else 0
-
-    def _delete_stored(self) -> None:
-        """Delete the stored measurements of this series."""
-        for path, record in _stored(self._output):
-            if record["configuration"].get("series") == self._series:
-                path.unlink()
 
 
 # ---- files
@@ -328,18 +252,6 @@ class Study[M]:
 def runs_folder(output: Path) -> Path:
     """Return the folder of the stored measurements of a study."""
     return output.with_suffix(".runs")
-
-
-def read_runs(output: Path, form: type[Any]) -> list[dict[str, Any]]:
-    """Return the stored measurements with the fields of a dataclass, as JSON objects."""
-    names = {spec.name for spec in fields(form)}
-    found = [record["result"]["found"] for _, record in _stored(output)]
-    return [each for each in found if isinstance(each, dict) and each.keys() == names]
-
-
-def _stored(output: Path) -> list[tuple[Path, dict[str, Any]]]:
-    paths = sorted(runs_folder(output).glob("*.json"))
-    return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def read_series(output: Path) -> dict[str, dict[str, Any]]:
@@ -354,33 +266,15 @@ def read_one(output: Path, series: str = "all") -> dict[str, Any]:
     return read_series(output)[series]
 
 
-def write_series(
-    output: Path, name: str, series: Mapping[str, Mapping[str, Any]], *, digits: int = DIGITS
-) -> None:
-    """Write an OUTPUT, with lists of objects as tables and rounded numbers."""
+def write_results(output: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Write an OUTPUT with one series and rounded numbers."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    tables = {name: {part: _to_table(_round(each, digits)) for part, each in own.items()}
-              for name, own in to_json(series).items()}  # fmt: skip
-    text = _format_json({"study": name, "series": tables})
+    text = _format_json({"study": name, "series": {"all": _round(to_json(results))}})
     output.write_text(text + "\n", encoding="utf-8")
 
 
-def _to_table(rows: Any) -> Any:
-    """Convert objects with equal keys to a table of columns and rows; return the rest unchanged."""
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        return rows
-    names = list(rows[0])
-    if any(list(row) != names for row in rows):
-        return rows
-    spreads = [all(row[name] is None or _is_spread(row[name]) for row in rows) for name in names]
-    columns = [name + _SPREAD * it for name, it in zip(names, spreads, strict=True)]
-    values = [[list(row[name].values()) if _is_spread(row[name]) else row[name] for name in names]
-              for row in rows]  # fmt: skip
-    return {"columns": columns, "rows": values}
-
-
 def _from_table(table: Any) -> Any:
-    """Convert a table of columns and rows back to objects."""
+    """Convert a table of columns and rows, which older files have, to objects."""
     if not (isinstance(table, dict) and table.keys() == {"columns", "rows"}):
         return table
     return [
@@ -392,10 +286,6 @@ def _from_table(table: Any) -> Any:
         }
         for row in table["rows"]
     ]
-
-
-def _is_spread(value: Any) -> bool:
-    return isinstance(value, dict) and tuple(value) == ALL
 
 
 def to_json(value: Any) -> Any:
@@ -430,30 +320,27 @@ def from_json(form: Any, value: Any) -> Any:
     return float(value) if form is float else value
 
 
-def _round(value: Any, digits: int) -> Any:
-    """Round all floats to `digits` significant digits."""
+def _round(value: Any) -> Any:
+    """Round all floats to `DIGITS` significant digits."""
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
+        return float(f"{value:.{DIGITS}g}")
     if isinstance(value, list):
-        return [_round(each, digits) for each in value]
+        return [_round(each) for each in value]
     if isinstance(value, dict):
-        return {name: _round(each, digits) for name, each in value.items()}
+        return {name: _round(each) for name, each in value.items()}
     return value
 
 
 def _format_json(value: Any, depth: int = 0) -> str:
-    """Return JSON text with a line for each part of a series and each row of a table."""
-    is_table = (
-        depth == _MAX_LINE_DEPTH and isinstance(value, list) and isinstance((value or [0])[0], list)
-    )
-    if not value or depth > _MAX_LINE_DEPTH or not (isinstance(value, dict) or is_table):
+    """Return JSON text with a line for each part of the results and each object of a list."""
+    is_list = isinstance(value, list) and isinstance((value or [0])[0], dict)
+    if not value or depth >= _LINE_DEPTH or not (isinstance(value, dict) or is_list):
         return json.dumps(value, ensure_ascii=False)
-    parts = [_format_json(each, depth + 1) for each in (value if is_table else value.values())]
-    if not is_table:
+    parts = [_format_json(each, depth + 1) for each in (value if is_list else value.values())]
+    if not is_list:
         parts = [f"{json.dumps(name)}: {part}" for name, part in zip(value, parts, strict=True)]
-    pad = "\n" + " " * depth
-    begin, end = "[]" if is_table else "{}"
-    return f"{begin}{pad} " + f",{pad} ".join(parts) + f"{pad}{end}"
+    begin, end = "[]" if is_list else "{}"
+    return f"{begin}\n" + ",\n".join(parts) + f"\n{end}"
 
 
 def common_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:

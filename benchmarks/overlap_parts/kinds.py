@@ -8,28 +8,15 @@
 | blocking, overlap | EDiT with that `--edit-sync-mode`, one replica per host |
 | auto | EDiT with `--edit-auto`: its interval and all else are measured in a warm-up of int8 |
 | a key of `variants` | another strategy, a delayed sync or a wire dtype, in overlap mode |
-| torchft-diloco, torchft-streaming | every host as in `ideal`, with torchft's DiLoCo across them |
 
 All kinds have the same Megatron flags, so that they differ only in their exchange.
 `stock-instances` all-reduces gradients between hosts, and gathers parameters inside a host only. On
 the CPU its all-reduces block the backward pass: Megatron overlaps them by CUDA streams.
-
-torchft need not be installed in the environment of the benchmark: `--torchft-python` names an
-interpreter that has it, with the same torch and megatron-core (else its speed could not be compared
-with the ideal). That interpreter runs the script `pretrain_torchft`, which uses this module; so
-this module imports nothing of the plugin.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from itertools import combinations, pairwise
 
 from frame.gpt import Model, Window, edit_flags
 
@@ -49,98 +36,6 @@ BLOCKING, OVERLAP = "blocking", "overlap"
 AUTO = "auto"
 AUTO_WARMUP_STEPS, AUTO_LIMITED_FROM = 27, 24  # the limit of the link begins within the warm-up
 AUTO_LONGEST = 64  # tau, for which there are enough steps
-
-TORCHFT_DILOCO, TORCHFT_STREAMING = "torchft-diloco", "torchft-streaming"
-RIVALS = (TORCHFT_DILOCO, TORCHFT_STREAMING)
-
-MAX_FRAGMENTS = 4
-PROBE_SECONDS = 180.0  # importing torch on a busy machine
-SAME_VERSIONS = ("torch", "megatron-core")
-_PROBE = """
-import json
-from importlib import metadata
-import torchft.local_sgd
-versions = {}
-for name in ("torchft", "torchft-nightly", "torch", "megatron-core"):
-    try:
-        versions[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-print(json.dumps(versions))
-"""
-
-
-class RivalError(RuntimeError):
-    """torchft cannot be run; the message is one line."""
-
-
-def rival_versions(python: str) -> dict[str, str]:
-    """Return the versions of torchft, torch and megatron-core in an environment.
-
-    Args:
-        python: the interpreter of the environment that has torchft.
-
-    Raises:
-        RivalError: torchft cannot be imported there, or the versions of torch or megatron-core
-            differ from those here.
-    """
-    remedy = 'pip install -e ".[rival]", or name an interpreter that has it: --torchft-python'
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    try:
-        probe = subprocess.run(
-            [python, "-c", _PROBE], env=env, capture_output=True, text=True, timeout=PROBE_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RivalError(f"{python} cannot be run ({error}); {remedy}") from error
-    if probe.returncode:
-        reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise RivalError(f"{python} has no torchft ({reason}); {remedy}")
-    versions: dict[str, str] = json.loads(probe.stdout.splitlines()[-1])
-    for name in SAME_VERSIONS:
-        if versions.get(name) != metadata.version(name):
-            raise RivalError(
-                f"{python} has {name} {versions.get(name)}, {sys.executable} has "
-                f"{metadata.version(name)}; they must be the same"
-            )
-    return versions
-
-
-def num_fragments(kind: str, *, tau: int, num_layers: int) -> int:
-    """Return the number of fragments of the model: 1 without streaming.
-
-    As many as torchft allows, up to `MAX_FRAGMENTS`: the number must divide the interval, and
-    streaming needs a step between two fragments.
-    """
-    if kind == TORCHFT_DILOCO:
-        return 1
-    most = min(MAX_FRAGMENTS, num_layers + 1, max(1, tau // 2))
-    return max(count for count in range(1, most + 1) if tau % count == 0)
-
-
-def rival_flags(kind: str, *, tau: int, num_layers: int) -> list[str]:
-    """Return the flags of `pretrain_torchft`.
-
-    A streamed fragment is sent over as many steps as torchft allows (one less than until the next
-    fragment is due), so that as much as possible of it is hidden.
-    """
-    fragments = num_fragments(kind, tau=tau, num_layers=num_layers)
-    delay = 0 if kind == TORCHFT_DILOCO else tau // fragments - 1
-    return [
-        *("--torchft-sync-every", str(tau)),
-        *("--torchft-fragments", str(fragments)),
-        *("--torchft-sync-delay", str(delay)),
-    ]
-
-
-def split_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Split a sequence into contiguous parts whose largest sum is minimal."""
-    if not 1 <= num_parts <= len(sizes):
-        raise ValueError(f"{num_parts} parts of {len(sizes)} items")
-    splits = (
-        [0, *inner, len(sizes)] for inner in combinations(range(1, len(sizes)), num_parts - 1)
-    )
-    best = min(splits, key=lambda ends: max(sum(sizes[a:b]) for a, b in pairwise(ends)))
-    return [range(first, last) for first, last in pairwise(best)]
 
 
 def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
@@ -167,24 +62,15 @@ def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def sends_all_at_once(kind: str, tau: int) -> bool:
-    """Return whether each sync of one of EDiT's kinds exchanges all units in fp32."""
-    flags = variants(tau).get(kind, [])
-    own_flags = {"--edit-fragments", "--edit-sync-dtype"}
-    return kind not in (AUTO, "streaming-diloco", "sparse-loco") and own_flags.isdisjoint(flags)
-
-
 @dataclass(frozen=True)
 class Job:
     """One kind of training on a number of hosts.
 
     Attributes:
         kind: see the module's table.
-        tau: sync interval of EDiT and torchft.
+        tau: sync interval of EDiT.
         rounds: number of measured rounds.
         stock_seconds: approximate measured time of stock Megatron.
-        falls_to: rate of the links from the first measured iteration on, in bits per second; None
-            for that of the run.
     """
 
     kind: str
@@ -193,7 +79,6 @@ class Job:
     tau: int
     rounds: int
     stock_seconds: float
-    falls_to: float | None = None
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -203,7 +88,7 @@ class Job:
     @property
     def is_apart(self) -> bool:
         """Whether each host is a Megatron job of its own, with its own console lines."""
-        return self.kind in (IDEAL, *RIVALS)
+        return self.kind == IDEAL
 
     @property
     def world_size(self) -> int:
@@ -248,9 +133,6 @@ class Job:
             return flags
         if self.kind == STOCK_INSTANCES:
             return [*flags, "--num-distributed-optimizer-instances", str(self.num_hosts)]
-        if self.kind in RIVALS:
-            layers = self.model.num_layers
-            return [*flags, *rival_flags(self.kind, tau=self.tau, num_layers=layers)]
         if self.kind == AUTO:
             warmup = ("--edit-warmup-dtype", "int8", "--edit-auto")
             steps = AUTO_WARMUP_STEPS

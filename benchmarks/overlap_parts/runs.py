@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from frame.gpt import Window, link_name
-from frame.launch import REPOSITORY, Hosts, Rank, Training
-from frame.readings import Console, inner_steps, read_choices, read_console, read_syncs
+from frame.launch import Hosts, Rank, Training
+from frame.readings import Console, read_console, read_syncs
 from netlab import Lab
 
-from .kinds import AUTO, RIVALS, Job
+from .kinds import AUTO, Job
 
-RIVAL_SCRIPT = Path(__file__).with_name("pretrain_torchft.py")
 POLL_SECONDS = 0.1
 _FORWARD = re.compile(r"^\s*forward-compute \.*: \(([\d.]+), ", re.MULTILINE)
 _SYNC_FIELDS = ("round", "iteration", "wire_bytes", "seconds")
@@ -36,13 +35,11 @@ class Measurement:
         window: the measured iterations.
         host_step_seconds: mean length of the measured iterations: of every host where each is a
             job of its own (`Job.is_apart`), else a single number.
-        lines_ms: per host, [iteration, Megatron's "elapsed time per iteration"] of every line.
         window_bytes: sent by each host during the measured iterations, with headers.
         syncs: in the measured iterations: round, iteration, wire_bytes, seconds.
-        replica_seconds: of all inner steps of replica 0.
         load: of the machine, one-minute average before and after.
         exit_codes: of the hosts' processes; not 0 only where training had finished.
-        choices: of `--edit-auto`, as in run.json.
+        expected: share of the ideal that the last choice of `--edit-auto` expects.
     """
 
     kind: str
@@ -51,18 +48,11 @@ class Measurement:
     window: Window
     tokens_per_second: float
     host_step_seconds: list[float]
-    lines_ms: list[list[tuple[int, float]]]
     window_bytes: list[int]
     syncs: list[dict[str, Any]]
-    replica_seconds: list[float]
     load: list[float]
     exit_codes: list[int]
-    choices: list[dict[str, Any]] = field(default_factory=list)
-
-    def seconds_after(self, num_syncs: int) -> list[float]:
-        """Seconds of replica 0's measured steps after so many measured syncs; may be none."""
-        ends = [sync["iteration"] for sync in self.syncs[num_syncs - 1 :]]
-        return self.replica_seconds[ends[0] : self.window.last] if ends else []
+    expected: float | None = None
 
     @property
     def short(self) -> dict[str, Any]:
@@ -75,7 +65,7 @@ class Measurement:
             "window_bytes": self.window_bytes,
             "num_syncs": len(self.syncs),
             "exit_codes": self.exit_codes,
-            "choices": self.choices,
+            "expected": self.expected,
         }
 
 
@@ -94,28 +84,23 @@ class Bench:
 
     Args:
         time_limit: seconds until a run is stopped.
-        rival_python: the interpreter that has torchft.
     """
 
-    def __init__(self, lab: Lab, time_limit: float, rival_python: str = sys.executable) -> None:
+    def __init__(self, lab: Lab, time_limit: float) -> None:
         self._lab, self._hosts = lab, Hosts(lab)
         self._time_limit = time_limit
-        self._rival_python = rival_python
 
-    def measure(
-        self, job: Job, rate: float | None, repeat: int, package: Path = REPOSITORY
-    ) -> Measurement:
-        """Run a job once, with the package in a folder.
+    def measure(self, job: Job, rate: float | None, repeat: int) -> Measurement:
+        """Run a job once.
 
         Raises:
             RunFailedError: it failed or took too long.
         """
         window, load = job.window(rate), os.getloadavg()[0]
-        with self._training(job, rate, window, package) as training:
+        with self._training(job, rate, window) as training:
             sent, codes = self._follow(training, job, rate, window)
-            lines = [_lines(training.log(host)) for host in range(job.num_hosts)]
-            logging_hosts = range(job.num_hosts) if job.is_apart else [job.logging_host]
-            steps = [step_seconds(lines[host], window) for host in logging_hosts]
+            hosts = range(job.num_hosts) if job.is_apart else [job.logging_host]
+            steps = [step_seconds(_lines(training.log(host)), window) for host in hosts]
             syncs = read_syncs(training.folder, window)
             return Measurement(
                 kind=job.kind,
@@ -124,13 +109,11 @@ class Bench:
                 window=window,
                 tokens_per_second=sum(job.tokens_per_iteration / len(steps) / s for s in steps),
                 host_step_seconds=steps,
-                lines_ms=lines,
                 window_bytes=sent,
                 syncs=[{name: sync[name] for name in _SYNC_FIELDS} for sync in syncs],
-                replica_seconds=inner_steps(training.folder),
                 load=[load, os.getloadavg()[0]],
                 exit_codes=codes,
-                choices=read_choices(training.folder) if job.kind == AUTO else [],
+                expected=_expected_share(training.folder) if job.kind == AUTO else None,
             )
 
     def forward_share(self, job: Job) -> float:
@@ -139,7 +122,7 @@ class Bench:
         It is measured in a separate run, as the timers themselves take time.
         """
         window, timers = job.window(None), ("--timing-log-level", "2")
-        with self._training(job, None, window, REPOSITORY, *timers) as training:
+        with self._training(job, None, window, *timers) as training:
             self._follow(training, job, None, window)
             console = training.log().read_text(errors="replace")
             times = [float(text) / 1e3 for text in _FORWARD.findall(console)]
@@ -149,24 +132,14 @@ class Bench:
 
     @contextmanager
     def _training(
-        self, job: Job, rate: float | None, window: Window, package: Path, *more: str
+        self, job: Job, rate: float | None, window: Window, *more: str
     ) -> Iterator[Training]:
         with tempfile.TemporaryDirectory(prefix="overlap-") as name:
             words = [*job.flags(window, name), *more]
-            ranks = [self._rank(job, words, host, package) for host in range(job.num_hosts)]
+            ranks = [Rank(words) for _ in range(job.num_hosts)]
             what = f"{job.kind} at {link_name(rate)}"
             with self._hosts.training(what, Path(name), ranks, apart=job.is_apart) as training:
                 yield training
-
-    def _rank(self, job: Job, words: list[str], host: int, package: Path) -> Rank:
-        if job.kind not in RIVALS:
-            return Rank(words, package=package)
-        env = {
-            "REPLICA": str(host),
-            "NUM_REPLICAS": str(job.num_hosts),
-            "FIRST_ADDRESS": self._lab.address(0),
-        }
-        return Rank(words, env, RIVAL_SCRIPT, self._rival_python, package)
 
     def _follow(
         self, training: Training, job: Job, rate: float | None, window: Window
@@ -188,8 +161,6 @@ class Bench:
             for end in (window.first, window.last):
                 if reached >= end and end not in counts:
                     counts[end] = self._lab.sent_bytes()
-                    if end == window.first and job.falls_to is not None:
-                        self._lab.set_rate(job.falls_to)
                     if end == window.last:
                         self._lab.set_rate(None)  # so that the end is fast
 
@@ -203,3 +174,9 @@ class Bench:
 def _lines(log: Path) -> list[tuple[int, float]]:
     """Return iteration and milliseconds of all iteration lines."""
     return list(read_console(log).milliseconds().items())
+
+
+def _expected_share(folder: Path) -> float:
+    """Return the share of the ideal speed that the last choice of `--edit-auto` expects."""
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    return float(run["choices"][-1]["share"])

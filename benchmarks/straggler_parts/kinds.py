@@ -6,7 +6,6 @@
 | stock | one stock Megatron job over all replicas, with the overlaps of its distributed optimizer |
 | edit | EDiT: the replicas sync after tau steps |
 | a-edit | A-EDiT: the replicas sync by time, after as long as a round of `edit` takes |
-| a-edit-blocking | the same with syncs that do not overlap (not measured by default) |
 
 All kinds have the same slowdown and the same Megatron flags, so that they differ only in their
 waiting and their exchange. Warm-up, whose steps equal those of `stock`, is a single step: it aligns
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from frame.gpt import Model, edit_flags
 
@@ -25,15 +24,11 @@ IDEAL = "ideal"
 STOCK = "stock"
 EDIT = "edit"
 A_EDIT = "a-edit"
-A_EDIT_BLOCKING = "a-edit-blocking"
 KINDS = (IDEAL, STOCK, EDIT, A_EDIT)
-ALL_KINDS = (*KINDS, A_EDIT_BLOCKING)
-SYNCING = (EDIT, A_EDIT, A_EDIT_BLOCKING)
+SYNCING = (EDIT, A_EDIT)
 
 RANDOM = "random"
 EQUAL = "equal"
-IN_FORWARD = "-forward"
-FORWARD_SHARE = 1 / 3  # of a step, as without sleep
 WARMUP_STEPS = 1
 SKIPPED_ROUNDS = 1  # not measured: some replicas are still slow after their start
 # Never reached: a run is ended as soon as it has been measured. The end of training is excluded, as
@@ -41,7 +36,6 @@ SKIPPED_ROUNDS = 1  # not measured: some replicas are still slow after their sta
 TRAIN_ITERS = 20_000
 # Minimal compute, as the replicas share a few cores.
 MODEL = Model(num_layers=1, hidden_size=64, seq_length=64, vocab_size=1024, bucket_numel=60_000)
-DEEP_MODEL = replace(MODEL, num_layers=4)  # exchanges can hide behind other layers
 
 # Environment variables of a replica: the plan, its number, and the file for the begin of its steps.
 # `RANK` cannot be used: the launcher rewrites it before the training script runs.
@@ -59,15 +53,12 @@ class Plan:
         factors: slowdown of each replica; 1 is not slow.
         is_random: whether in each step one randomly drawn replica takes one step longer.
         seed: of the draws.
-        forward_share: share of a step that is slept in the layers' forward passes; the rest of the
-            sleep follows them.
     """
 
     step: float
     factors: tuple[float, ...]
     is_random: bool = False
     seed: int = 0
-    forward_share: float = 0.0
 
     def step_seconds(self, replica: int, step: int) -> float:
         """Return the seconds of a step of a replica; steps count from 0."""
@@ -94,51 +85,39 @@ class Scenario:
     """A scenario: which replicas are slow.
 
     Attributes:
-        name: `random`, `equal`, or like `4x`: the last replica takes four times as long. With the
-            suffix `-forward` a third of a step's sleep is in the layers' forward passes.
+        name: `random`, `equal`, or like `4x`: the last replica takes four times as long.
         factor: slowdown of the last replica.
         rounds: measured in a run, after the first.
-        in_forward: whether the name has the suffix `-forward`.
     """
 
     name: str
     factor: int = 1
     rounds: int = 3
-    in_forward: bool = False
 
     @classmethod
     def named(cls, name: str, rounds: int) -> Scenario:
         """Return the scenario of a name; with one round less without consistent stragglers."""
-        kind = name.removesuffix(IN_FORWARD)
-        factor = int(kind.removesuffix("x")) if kind.endswith("x") else 1
-        if factor < 1 or (factor == 1 and kind not in (RANDOM, EQUAL)):
-            raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ..., 4x-forward")
-        rounds = rounds if factor > 1 else max(1, rounds - 1)
-        return cls(name, factor, rounds, in_forward=kind != name)
+        factor = int(name.removesuffix("x")) if name.endswith("x") else 1
+        if factor < 1 or (factor == 1 and name not in (RANDOM, EQUAL)):
+            raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ...")
+        return cls(name, factor, rounds if factor > 1 else max(1, rounds - 1))
 
     @property
     def title(self) -> str:
         """Title of the scenario."""
-        where = ", in its layers" if self.in_forward else ""
         if self.factor > 1:
-            return f"one {self.factor}x slower{where}"
-        return ("random stragglers" if self.is_random else "all equal") + where
+            return f"one {self.factor}x slower"
+        return "random stragglers" if self.is_random else "all equal"
 
     @property
     def is_random(self) -> bool:
         """Whether a randomly drawn replica is slow in each step."""
-        return self.name.removesuffix(IN_FORWARD) == RANDOM
-
-    @property
-    def model(self) -> Model:
-        """The trained model."""
-        return DEEP_MODEL if self.in_forward else MODEL
+        return self.name == RANDOM
 
     def plan(self, num_replicas: int, *, step: float, seed: int) -> Plan:
         """Return the lengths of steps; `step` is in seconds."""
         factors = (*[1.0] * (num_replicas - 1), float(self.factor))
-        share = FORWARD_SHARE if self.in_forward else 0.0
-        return Plan(step, factors, is_random=self.is_random, seed=seed, forward_share=share)
+        return Plan(step, factors, is_random=self.is_random, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -161,11 +140,6 @@ class Job:
     tau: int
     seconds: float
     phase: float = 0.5
-
-    @property
-    def model(self) -> Model:
-        """The trained model."""
-        return self.scenario.model
 
     @property
     def num_replicas(self) -> int:
@@ -193,7 +167,7 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step of one replica."""
-        return self.model.tokens_per_replica
+        return MODEL.tokens_per_replica
 
     @property
     def world_size(self) -> int:
@@ -203,20 +177,13 @@ class Job:
     def flags(self, log_dir: str) -> list[str]:
         """Return all flags of the training script."""
         # A console line of stock Megatron costs a barrier.
-        flags = self.model.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
+        flags = MODEL.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
         if self.kind not in SYNCING:
             return flags
         flags += edit_flags(self.num_replicas, warmup_steps=WARMUP_STEPS, log_dir=log_dir)
-        flags += ["--edit-strategy", EDIT if self.kind == EDIT else A_EDIT]
-        if self.kind == A_EDIT_BLOCKING:
-            flags += ["--edit-sync-mode", "blocking"]
+        flags += ["--edit-strategy", self.kind]
         if self.kind == EDIT:
             return [*flags, "--edit-sync-interval", str(self.interval)]
         # The minimum is off: rounds are long enough, and of the same length for all kinds.
-        interval_flags = (
-            "--edit-sync-seconds",
-            f"{self.round_seconds:.3f}",
-            "--edit-min-round-steps",
-            "0",
-        )
-        return [*flags, *interval_flags]
+        seconds = f"{self.round_seconds:.3f}"
+        return [*flags, "--edit-sync-seconds", seconds, "--edit-min-round-steps", "0"]

@@ -1,4 +1,4 @@
-"""Run scripts/pretrain_gpt.py slow_down down: each step takes as long as planned.
+"""Run scripts/pretrain_gpt.py slowed down: each step takes as long as planned.
 
     STRAGGLER_PLAN={...} STRAGGLER_REPLICA=0 STRAGGLER_MARKS=FILE \
         python -m megatron_edit benchmarks/straggler_parts/pretrain_slowed.py --num-layers 2 ...
@@ -8,18 +8,16 @@ core: where replicas share the cores of a machine, a replica that waits for a co
 less, as if it had a core of its own. Waiting for another replica or for a message is not compute
 time; it lengthens the step.
 
-The sleep follows the forward pass of the model, so that no exchange can hide behind it; with a
-`forward_share` that share of it is spread over the layers' forward passes. FILE gets a line for
-every step: the begin of its forward pass (monotonic time, which all processes of a machine share)
-and the compute time until then, in seconds.
+The sleep follows the forward pass of the model, so that no exchange can hide behind it. FILE gets
+the begin of the forward pass of every step, in seconds of the monotonic time, which all processes
+of a machine share.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -50,37 +48,14 @@ def slow_down(
     @wraps(forward_step)
     def slowed_forward_step(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal computed_before
-        marks.write(f"{time.monotonic():.6f} {computed_seconds():.6f}\n")
+        marks.write(f"{time.monotonic():.6f}\n")
         total = plan.step_seconds(replica, next(steps))
-        with sleeping_layers(model, total * plan.forward_share):
-            result = forward_step(data, model, *args, **kwargs)
-        left = total * (1.0 - plan.forward_share) - (computed_seconds() - computed_before)
-        time.sleep(max(0.0, left))
+        result = forward_step(data, model, *args, **kwargs)
+        time.sleep(max(0.0, total - (computed_seconds() - computed_before)))
         computed_before = computed_seconds()
         return result
 
     return slowed_forward_step
-
-
-@contextmanager
-def sleeping_layers(model: Any, seconds: float) -> Iterator[None]:
-    """Make the layers sleep `seconds` in total in each forward pass inside the block."""
-    if not seconds:
-        yield
-        return
-    while hasattr(model, "module"):
-        model = model.module
-    layers = list(model.decoder.layers)
-
-    def sleep(*_: Any) -> None:
-        time.sleep(seconds / len(layers))
-
-    hooks = [layer.register_forward_hook(sleep) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def computed_seconds() -> float:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frame.page import ALL, Column, Spread, draw_bars, picture, table_of, target_line
+from frame.page import ALL, Column, Spread, draw_bars, picture, table_of
 
-from .kinds import A_EDIT, A_EDIT_BLOCKING, EDIT, IDEAL, RANDOM, STOCK
+from .kinds import A_EDIT, EDIT, IDEAL, STOCK
 from .runs import Measurement
 
 
@@ -21,7 +21,6 @@ class Row:
         of_ideal: tokens/s over those of `ideal`.
         of_stock: tokens/s over those of `stock`.
         slow_step: seconds; mean step of the slowest replica.
-        computed: seconds per step in which a replica computed or waited for a core.
         round_seconds: from sync to sync.
         waited: seconds per sync that replica 0, which is not slow, waited for the others.
         waited_steps: the same in steps of the slowest replica in `ideal`.
@@ -34,58 +33,10 @@ class Row:
     of_ideal: Spread | None
     of_stock: Spread | None
     slow_step: Spread | None
-    computed: Spread | None
     round_seconds: Spread | None
     waited: Spread | None
     waited_steps: Spread | None
     synced: Spread | None
-
-
-@dataclass(frozen=True)
-class Target:
-    """A bound for one number of the table.
-
-    Attributes:
-        field: of `Row`.
-        statistic: of its `Spread`.
-        is_least: whether `bound` is a lower bound, else an upper bound.
-    """
-
-    scenario: str
-    kind: str
-    text: str
-    field: str
-    statistic: str
-    bound: float
-    is_least: bool
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A target with its measured value."""
-
-    target: Target
-    value: float
-
-    @property
-    def passes(self) -> bool:
-        """Whether the target is met."""
-        bound = self.target.bound
-        return self.value >= bound if self.target.is_least else self.value <= bound
-
-
-_SPEED = ("part of the ideal", "of_ideal", "median")
-_WAITS = ("median waiting per round, steps of the slowest", "waited_steps", "median")
-_LONGEST = ("longest waiting in a round, steps of the slowest", "waited_steps", "max")
-TARGETS = (
-    Target(RANDOM, EDIT, *_SPEED, bound=0.95, is_least=True),
-    Target(RANDOM, A_EDIT, *_SPEED, bound=0.97, is_least=True),
-    Target("4x", A_EDIT, *_SPEED, bound=0.97, is_least=True),
-    Target("4x-forward", A_EDIT, *_SPEED, bound=0.95, is_least=True),
-    Target("4x-forward", A_EDIT_BLOCKING, *_SPEED, bound=0.95, is_least=True),
-    Target("4x", A_EDIT, *_WAITS, bound=1.0, is_least=False),
-    Target("4x", A_EDIT, *_LONGEST, bound=2.0, is_least=False),
-)
 
 
 class Analysis:
@@ -98,17 +49,6 @@ class Analysis:
         """Return a row for each scenario and kind, in the order of measurement."""
         return [self._row(*case) for case in dict.fromkeys((s, k) for s, k, _ in self._runs)]
 
-    def verdicts(self) -> list[Verdict]:
-        """Return the targets whose numbers were measured."""
-        rows = {(row.scenario, row.kind): row for row in self.rows()}
-        found = []
-        for target in TARGETS:
-            row = rows.get((target.scenario, target.kind))
-            spread = None if row is None else getattr(row, target.field)
-            if spread is not None:
-                found.append(Verdict(target, getattr(spread, target.statistic)))
-        return found
-
     def _row(self, scenario: str, kind: str) -> Row:
         runs = [m for m in self._runs.values() if (m.scenario, m.kind) == (scenario, kind)]
         seconds = [sync["seconds"] for m in runs for sync in m.syncs]
@@ -119,7 +59,6 @@ class Analysis:
             of_ideal=Spread.of([x for m in runs if (x := self._ratio(m, IDEAL))]),
             of_stock=Spread.of([x for m in runs if (x := self._ratio(m, STOCK))]),
             slow_step=Spread.of([m.slowest_step for m in runs]),
-            computed=Spread.of([m.computed_per_step for m in runs]),
             round_seconds=Spread.of([length for m in runs for length in m.round_seconds]),
             waited=Spread.of([each["wait"] for each in seconds]),
             waited_steps=Spread.of([steps for m in runs for steps in self._waited_steps(m)]),
@@ -141,12 +80,11 @@ NAMES = {
     STOCK: "stock DistOpt",
     EDIT: "EDiT",
     A_EDIT: "A-EDiT",
-    A_EDIT_BLOCKING: "A-EDiT, blocking",
 }
 
 
-def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], titles: Mapping[str, str]) -> str:
-    """Return the table (medians unless stated), and a line for each target."""
+def markdown(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
+    """Return the table; numbers are medians unless stated."""
     upper = ("median", "max")
     columns = (
         Column("stragglers", lambda row: titles[row.scenario]),
@@ -158,18 +96,8 @@ def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], titles: Mapping[s
         Column("waited per round (ms)", "waited", "{:.0f}", 1e3, of=upper),
         Column("in slow steps", "waited_steps", "{:.2f}", of=upper),
         Column("rest of a sync (ms)", "synced", "{:.0f}", 1e3),
-        Column("computing (ms / step)", "computed", "{:.1f}", 1e3),
     )
-    lines = [table_of(columns, rows)]
-    if verdicts:
-        lines.append("")
-    return "\n".join(lines + [_target_text(verdict, titles) for verdict in verdicts])
-
-
-def _target_text(verdict: Verdict, titles: Mapping[str, str]) -> str:
-    target = verdict.target
-    text = f"{titles[target.scenario]}, {target.kind}: {target.text}"
-    return target_line(text, verdict.value, target.bound, is_least=target.is_least)
+    return table_of(columns, rows)
 
 
 def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:

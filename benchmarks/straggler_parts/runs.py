@@ -1,7 +1,7 @@
 """Measure one run: start a training, follow it until enough is measured, and end it.
 
-A mark records when a step began; see `pretrain_slowed`. The time between two marks of a replica
-covers complete steps: data, sleep, sync, log.
+A mark is the time at which a step began; see `pretrain_slowed`. The time between two marks of a
+replica covers complete steps: data, sleep, sync, log.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from frame.launch import REPOSITORY, Forks, Rank
+from frame.launch import Forks, Rank
 from frame.readings import read_syncs
 
 from .kinds import (
@@ -36,47 +36,27 @@ SKIPPED_STEPS = 5  # of kinds without rounds: the first are slow
 _SYNC_FIELDS = ("round", "iteration", "inner_steps", "samples", "seconds")
 
 
-class Mark(NamedTuple):
-    """The beginning of a step.
-
-    Attributes:
-        time: seconds, of a clock shared by all replicas.
-        computed: compute time of the replica until then, seconds.
-    """
-
-    time: float
-    computed: float
-
-
 @dataclass(frozen=True)
 class Stretch:
     """The measured steps of a replica: from mark `first` to mark `last`, counted from 0.
 
     Attributes:
         seconds: between these marks.
-        computed: compute time between these marks.
     """
 
     first: int
     last: int
     seconds: float
-    computed: float
 
     @classmethod
-    def between(cls, marks: Sequence[Mark], first: int, last: int) -> Stretch:
+    def between(cls, marks: Sequence[float], first: int, last: int) -> Stretch:
         """Return the steps first ... last - 1."""
-        start, end = marks[first], marks[last]
-        return cls(first, last, end.time - start.time, end.computed - start.computed)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps."""
-        return self.last - self.first
+        return cls(first, last, marks[last] - marks[first])
 
     @property
     def step_seconds(self) -> float:
         """Mean length of a step."""
-        return self.seconds / self.num_steps
+        return self.seconds / (self.last - self.first)
 
 
 @dataclass(frozen=True)
@@ -112,38 +92,31 @@ class Measurement:
         }
 
     @property
-    def computed_per_step(self) -> float:
-        """Seconds of computing in a step, mean over all replicas."""
-        computed = sum(stretch.computed for stretch in self.stretches)
-        return computed / sum(stretch.num_steps for stretch in self.stretches)
-
-    @property
     def slowest_step(self) -> float:
         """Mean length of a step of the slowest replica."""
         return max(stretch.step_seconds for stretch in self.stretches)
 
 
-def read_marks(path: Path) -> list[Mark]:
+def read_marks(path: Path) -> list[float]:
     """Return all marks of a replica so far, without a line that is still being written."""
     complete, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    return [Mark(*map(float, line.split())) for line in complete.splitlines()]
+    return list(map(float, complete.splitlines()))
 
 
-def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[Stretch] | None:
+def stretches_by_time(marks: Sequence[Sequence[float]], seconds: float) -> list[Stretch] | None:
     """Return the complete steps of each replica in one time span, the same for all replicas.
 
     It begins when all replicas have made their first steps. None before all have reached its end.
     """
     if any(len(own) <= SKIPPED_STEPS for own in marks):
         return None
-    start = max(own[SKIPPED_STEPS].time for own in marks)
+    start = max(own[SKIPPED_STEPS] for own in marks)
     end = start + seconds
-    if any(own[-1].time < end for own in marks):
+    if any(own[-1] < end for own in marks):
         return None
     found = []
     for own in marks:
-        times = [mark.time for mark in own]
-        first, last = bisect_left(times, start), bisect_right(times, end) - 1
+        first, last = bisect_left(own, start), bisect_right(own, end) - 1
         if last <= first:
             raise ValueError(f"a step takes longer than {seconds} s, which is all that is measured")
         found.append(Stretch.between(own, first, last))
@@ -151,7 +124,7 @@ def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[S
 
 
 def stretches_by_steps(
-    marks: Sequence[Sequence[Mark]], first: int, last: int
+    marks: Sequence[Sequence[float]], first: int, last: int
 ) -> list[Stretch] | None:
     """Return the steps first ... last - 1 of every replica; None before these are over."""
     if any(len(own) <= last for own in marks):
@@ -160,7 +133,7 @@ def stretches_by_steps(
 
 
 def stretches_by_syncs(
-    marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]], rounds: int
+    marks: Sequence[Sequence[float]], syncs: Sequence[dict[str, Any]], rounds: int
 ) -> list[Stretch] | None:
     """Return the steps of each replica in `rounds` rounds, each with the sync at its end.
 
@@ -182,11 +155,11 @@ def steps_before(syncs: Sequence[dict[str, Any]], count: int, num_replicas: int)
 
 
 def round_lengths(
-    marks: Sequence[Mark], syncs: Sequence[dict[str, Any]], rounds: int
+    marks: Sequence[float], syncs: Sequence[dict[str, Any]], rounds: int
 ) -> list[float]:
     """Return the lengths of the measured rounds, by the marks of replica 0; empty without syncs."""
     counts = range(SKIPPED_ROUNDS, min(len(syncs), SKIPPED_ROUNDS + rounds) + 1)
-    ends = [marks[steps_before(syncs, count, 1)[0]].time for count in counts]
+    ends = [marks[steps_before(syncs, count, 1)[0]] for count in counts]
     return [after - before for before, after in pairwise(ends)]
 
 
@@ -196,7 +169,7 @@ def tokens_per_second(stretches: Sequence[Stretch], tokens_per_step: int) -> flo
 
 
 def find_stretches(
-    job: Job, marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]]
+    job: Job, marks: Sequence[Sequence[float]], syncs: Sequence[dict[str, Any]]
 ) -> list[Stretch] | None:
     """Return the measured stretches of a job; None before they are complete."""
     if job.kind in SYNCING:
@@ -217,8 +190,8 @@ class Bench:
         self._time_limit = time_limit
         self._forks = Forks(FIRST_PORT, time_limit)
 
-    def measure(self, job: Job, repeat: int, package: Path = REPOSITORY) -> Measurement:
-        """Run a job once, with the package in a folder.
+    def measure(self, job: Job, repeat: int) -> Measurement:
+        """Run a job once.
 
         Raises:
             RunFailedError: it failed or took too long.
@@ -227,8 +200,7 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="stragglers-") as folder_name:
             folder = Path(folder_name)
             files = [folder / f"marks{replica}.txt" for replica in range(job.num_replicas)]
-            ranks = [_rank(job, replica, folder, file, package)
-                     for replica, file in enumerate(files)]  # fmt: skip
+            ranks = [_rank(job, replica, folder, file) for replica, file in enumerate(files)]
 
             def poll_stretches() -> list[Stretch] | None:
                 return find_stretches(job, list(map(read_marks, files)), read_syncs(folder))
@@ -253,11 +225,11 @@ class Bench:
             )
 
 
-def _rank(job: Job, replica: int, folder: Path, marks: Path, package: Path) -> Rank:
+def _rank(job: Job, replica: int, folder: Path, marks: Path) -> Rank:
     """Return the command of a replica, with its plan."""
     env = {
         PLAN_VARIABLE: job.plan.to_json(),
         REPLICA_VARIABLE: str(replica),
         MARKS_VARIABLE: str(marks),
     }
-    return Rank(job.flags(str(folder)), env, SCRIPT, package=package)
+    return Rank(job.flags(str(folder)), env, SCRIPT)

@@ -2,8 +2,7 @@
 
 Would catch: a study that repeats finished runs, or reuses runs of other settings; a failed run that
 ends the others; numbers changed by a file; a crash after training that fails a run, and one before
-its end that does not; raw data among the results; an earlier package that is not the one measured,
-or is not removed; ratios across repeats.
+its end that does not; raw data among the results.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,16 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stragglers
-from frame.against import (
-    CommitError,
-    Comparison,
-    comparison_table,
-    earlier_package,
-    resolve_commit,
-)
 from frame.gpt import Model, Window, edit_flags
-from frame.launch import DONE, REPOSITORY, RunFailedError, Training, free_ports
+from frame.launch import DONE, RunFailedError, Training, free_ports
 from frame.page import ALL, Column, Spread, table, table_of, target_line
 from frame.readings import Console, read_console
 from frame.study import (
@@ -38,11 +27,10 @@ from frame.study import (
     common_flags,
     from_json,
     read_one,
-    read_runs,
     read_series,
     runs_folder,
     to_json,
-    write_series,
+    write_results,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,18 +71,10 @@ class Numbers(Study[float]):
         """Return one row."""
         return {"rows": [{"tau": self.args.tau, "x": None}]}
 
-    def numbers(self, run: float) -> dict[str, float | None]:
-        """Return the measured speed and an unknown number."""
-        return {"speed": run, "unknown": None}
 
-
-def study(
-    folder: Path, *, series: str = "all", resume: bool = False, tau: int = 4,
-    against: str | None = None,
-) -> Numbers:  # fmt: skip
+def study(folder: Path, *, resume: bool = False, tau: int = 4) -> Numbers:
     """Return a study that writes study.json in a folder."""
-    output = folder / "study.json"
-    args = argparse.Namespace(output=output, series=series, resume=resume, tau=tau, against=against)
+    args = argparse.Namespace(output=folder / "study.json", resume=resume, tau=tau)
     return Numbers("study", args, float, {"tau": tau})
 
 
@@ -118,13 +98,9 @@ def test_study_resumes_without_repeating_finished_runs(tmp_path: Path) -> None:
     assert [run(resumed, key) for key in "abc"] == [RUN] * 3 and made == ["a", "b", "c"]
     other = study(tmp_path, resume=True, tau=8)
     assert run(other, "a") == RUN and made == [*"abc", "a"]
-    assert len(read_runs(tmp_path / "study.json", Run)) == 4
-
-    series = study(tmp_path, series="again")  # keeps the runs of the other series
-    run(series, "a")
-    assert made == [*"abca", "a"] and len(read_runs(tmp_path / "study.json", Run)) == 5
     run(study(tmp_path), "a")
-    assert made == [*"abcaa", "a"] and len(read_runs(tmp_path / "study.json", Run)) == 2
+    assert made == [*"abca", "a"]
+    assert len(list(runs_folder(tmp_path / "study.json").iterdir())) == 1
 
 
 def test_failed_run_does_not_end_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,31 +121,23 @@ def test_failed_run_does_not_end_study(tmp_path: Path, capsys: pytest.CaptureFix
     assert again.once("repeat 1", float, lambda: 1.0) == 1.0
 
 
-def test_series_are_written_independently_into_one_file(tmp_path: Path) -> None:
-    """Each series is rewritten without changing the others; None values are kept."""
-    output = tmp_path / "study.json"
-    study(tmp_path).write()
-    study(tmp_path, series="again", tau=8).write()
-    study(tmp_path, tau=16).write()
-    found = read_series(output)
-    assert {name: each["configuration"] for name, each in found.items()} == {
-        "all": {"tau": 16}, "again": {"tau": 8}
-    }  # fmt: skip
-    assert found["again"]["rows"] == [{"tau": 8, "x": None}]
-    assert found["all"]["versions"]["cores"] >= 1
-    assert not runs_folder(output).exists()
-
-
-def test_series_file_is_compact_and_round_trips(tmp_path: Path) -> None:
-    """Tables contain their column names once, and numbers the requested digits."""
+def test_results_round_trip(tmp_path: Path) -> None:
+    """Numbers are rounded, None values are kept; tables of older files are read, too."""
     rows = [to_json(RUN) | {"rate": 100e6 / 3}, to_json(RUN) | {"spread": None}]
     path = tmp_path / "x.json"
-    write_series(path, "x", {"all": {"rows": rows, "odd": [{"a": 1}, {"b": 2}]}}, digits=3)
+    write_results(path, "x", {"rows": rows, "odd": [{"a": 1}, {"b": 2}], "none": []})
     found = read_one(path)
-    assert found["rows"] == [rows[0] | {"rate": 33_300_000.0}, rows[1]]
-    assert found["odd"] == [{"a": 1}, {"b": 2}]
-    assert path.read_text().count('"factors"') == 1
+    assert found["rows"] == [rows[0] | {"rate": 33_333_000.0}, rows[1]]
+    assert (found["odd"], found["none"]) == ([{"a": 1}, {"b": 2}], [])
     assert json.loads(path.read_text())["study"] == "x"
+    table = {"columns": ["a", "b: min, median, max"], "rows": [[1, [2, 3, 4]], [5, None]]}
+    path.write_text(json.dumps({"study": "x", "series": {"all": {"rows": table}}}))
+    spread = {"min": 2, "median": 3, "max": 4}
+    assert read_one(path)["rows"] == [{"a": 1, "b": spread}, {"a": 5, "b": None}]
+    study(tmp_path, tau=8).write()
+    own = read_one(tmp_path / "study.json")
+    assert own["configuration"] == {"tau": 8} and own["rows"] == [{"tau": 8, "x": None}]
+    assert own["versions"]["cores"] >= 1
 
 
 def test_dataclasses_round_trip_through_json() -> None:
@@ -183,123 +151,6 @@ def test_repeats_alternate_order_and_common_flags_are_split_off() -> None:
     assert [alternate_order("abc", repeat) for repeat in range(3)] == [[*"abc"], [*"cba"], [*"abc"]]
     flags = {"x": ["--a", "1", "--b"], "y": ["--a", "1"], "z": ["--a", "1", "--c", "--b"]}
     assert common_flags(flags) == {"common": "--a 1", "x": "--b", "y": "", "z": "--c --b"}
-
-
-# ---- comparison with an earlier package
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Create a git checkout with two commits; the first has no package."""
-    root = tmp_path / "repository"
-    package = root / "megatron_edit" / "__init__.py"
-    git(tmp_path, "init", "--quiet", str(root))
-    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
-    git(root, *identity, "commit", "--quiet", "--allow-empty", "-m", "first")
-    package.parent.mkdir()
-    package.write_text("VERSION = 'earlier'\n")
-    git(root, "add", ".")
-    git(root, *identity, "commit", "--quiet", "-m", "second")
-    package.write_text("VERSION = 'here'\n")
-    return root
-
-
-def git(folder: Path, *words: str) -> str:
-    """Run git and return its output."""
-    argv = ["git", "-C", str(folder), *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def test_earlier_package_is_checked_out_and_removed(repository: Path) -> None:
-    """It is checked out as committed, and removed even if the measurement fails."""
-    commit = resolve_commit("HEAD", repository)
-    assert commit == git(repository, "rev-parse", "HEAD")
-    with pytest.raises(RunFailedError), earlier_package(commit, repository) as folder:
-        assert folder is not None
-        assert "earlier" in (folder / "megatron_edit" / "__init__.py").read_text()
-        raise RunFailedError
-    assert folder is not None and not folder.exists()
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
-    with earlier_package(None, repository) as nothing:
-        assert nothing is None
-
-
-def test_unusable_commits_are_refused(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The value, the rule and the remedy on one line; the command line exits with 2."""
-    with pytest.raises(CommitError, match=r"nope: must name one commit of .*; see git log"):
-        resolve_commit("nope", repository)
-    with pytest.raises(CommitError, match=r"HEAD~: must have megatron_edit/.*; name a later"):
-        resolve_commit("HEAD~", repository)
-    with pytest.raises(CommitError, match=r"HEAD: must be .* git checkout, and .*; clone"):
-        resolve_commit("HEAD", tmp_path)
-    with pytest.raises(SystemExit) as error:
-        stragglers.parse(["--output", str(tmp_path / "x.json"), "--against", "nope"])
-    assert error.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("stragglers: argument --against: nope: must ")
-
-
-def test_ranks_import_the_package_of_the_commit(repository: Path) -> None:
-    """Also if the package of this checkout was imported before; child processes as well."""
-    code = (
-        "import megatron_edit.flags, subprocess, sys\n"
-        "from pathlib import Path\n"
-        "from frame.launch import import_package_from\n"
-        f"import_package_from(Path({str(repository)!r}))\n"
-        "import megatron_edit\n"
-        "print(megatron_edit.VERSION, flush=True)\n"
-        "child = 'import megatron_edit; print(megatron_edit.VERSION)'\n"
-        "subprocess.run([sys.executable, '-c', child], check=True, cwd='/')\n"
-    )
-    env = {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PATH": "/usr/bin:/bin"}
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd="/")
-    assert done.stdout.splitlines() == ["here", "here"], done.stderr
-
-
-def test_current_and_earlier_package_are_compared_in_pairs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every other repeat is in reverse order; pairs with a failed run are dropped."""
-    commit = git(ROOT, "rev-parse", "HEAD")
-    each, made = study(tmp_path, against=commit), list[tuple[str, bool]]()
-    speeds = {True: iter((10.0, 20.0, 40.0)), False: iter((20.0, 10.0, 80.0))}
-
-    def make(case: str, package: Path) -> float:
-        assert (package / "megatron_edit" / "__init__.py").exists()
-        made.append((case, package == REPOSITORY))
-        if case == "b" and package != REPOSITORY:
-            raise RunFailedError("unknown flag")
-        return next(speeds[package == REPOSITORY]) if case == "a" else 1.0
-
-    with each.progress(6):
-        for repeat in range(3):
-            each.run_repeat(repeat, ("a", "b"), str, make)
-    here_first = [("a", True), ("a", False), ("b", True), ("b", False)]
-    assert made == [*here_first, *reversed(here_first), *here_first]
-    assert each.found == [10.0, 1.0, 1.0, 20.0, 40.0, 1.0] and len(each.failures) == 3
-    (row,) = each.compare_packages()
-    here, earlier, ratios = (
-        Spread(10.0, 20.0, 40.0), Spread(10.0, 20.0, 80.0), Spread(0.5, 0.5, 2.0)
-    )  # fmt: skip
-    assert row == Comparison("a", "speed", 3, here, earlier, ratios)
-    assert each.report("the page") == 1
-    output = capsys.readouterr().out
-    assert output == f"the page\n\n{comparison_table(commit, [row])}\n"
-    assert (
-        "| a | speed | 3 | 10 | 20 | 40 | 150.0 | 10 | 20 | 80 | 350.0 | 0.500 | 0.500 |" in output
-    )
-    (kept,) = read_one(tmp_path / "study.json")["against"]
-    assert kept == to_json(row)
-    assert "against" not in write_and_read(study(tmp_path))
-
-
-def write_and_read(each: Numbers) -> dict[str, Any]:
-    """Write a study and read its file."""
-    each.write()
-    return read_one(each.args.output)
 
 
 # ---- a training

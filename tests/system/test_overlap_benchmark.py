@@ -1,6 +1,6 @@
 """benchmarks/overlap.py: stock Megatron with an optimizer instance on each host, beside stock.
 
-Would catch: instances that are counted as EDiT or torchft, a run with other flags or iterations
+Would catch: instances that are counted as EDiT, a run with other flags or iterations
 than stock, a kind that cannot be left out, and, where a lab can be created, parameters that are
 gathered across the link.
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import overlap
 import pytest
 from frame.gpt import Link, Model, Window
 from frame.study import read_one
-from overlap_parts.kinds import AUTO, IDEAL, OVERLAP, STOCK, STOCK_INSTANCES, Job
+from overlap_parts.kinds import IDEAL, OVERLAP, STOCK, STOCK_INSTANCES, Job
 from overlap_parts.report import Analysis, draw, markdown
 from overlap_parts.runs import Measurement
 
@@ -31,7 +30,7 @@ OUTPUT = ["--output", "unused.json"]
 def measurement(kind: str, speed: float, host_bytes: int) -> Measurement:
     """Return a run at 100 Mbit/s: 10 measured steps of 200 tokens."""
     return Measurement(
-        kind, 100e6, 0, Window(10, 20, 5, 25), speed, [0.1], [], [host_bytes, 1], [], [], [0.0], [0]
+        kind, 100e6, 0, Window(10, 20, 5, 25), speed, [0.1], [host_bytes, 1], [], [0.0], [0]
     )
 
 
@@ -47,11 +46,11 @@ def test_instances_have_flags_and_steps_of_stock() -> None:
 
 
 def test_stock_kinds_are_selected() -> None:
-    """Both by default, one with --stock, none with --without-stock."""
+    """Both by default, or those of --stock, which may be none."""
     given = ["--modes", "overlap"]
     assert overlap.parse([*OUTPUT, *given]).kinds == [IDEAL, OVERLAP, STOCK, STOCK_INSTANCES]
     assert overlap.parse([*OUTPUT, *given, "--stock", STOCK]).kinds == [IDEAL, OVERLAP, STOCK]
-    assert overlap.parse([*OUTPUT, *given, "--without-stock"]).kinds == [IDEAL, OVERLAP]
+    assert overlap.parse([*OUTPUT, *given, "--stock", ""]).kinds == [IDEAL, OVERLAP]
 
 
 def test_unknown_stock_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,14 +66,12 @@ def test_rows_compare_with_both_kinds_of_stock(tmp_path: Path) -> None:
     numbers = {IDEAL: (1000, 0), OVERLAP: (800, 100), STOCK: (100, 100_000_000),
                STOCK_INSTANCES: (200, 50_000_000)}  # fmt: skip
     runs = [measurement(kind, speed, sent) for kind, (speed, sent) in numbers.items()]
-    analysis = Analysis(
-        runs, [Link(100e6, 0, 100e6)], tau=40, tokens_per_iteration=200, forward_share=0.3
-    )
+    analysis = Analysis(runs, [Link(100e6, 0, 100e6)], tau=40, tokens_per_iteration=200)
     rows = {row.kind: row for row in analysis.rows()}
     edit, stock, instances = rows[OVERLAP], rows[STOCK], rows[STOCK_INSTANCES]
     assert edit.of_stock is not None and edit.of_stock.median == 8
     assert edit.of_instances is not None and edit.of_instances.median == 4
-    assert instances.lost is None and instances.of_limit is None and edit.hidden_limit is None
+    assert instances.lost is None and edit.hidden_limit is None
     assert stock.step_bytes is not None and stock.step_bytes.median == 10_000_000
     assert stock.hidden_limit is not None and stock.hidden_limit.median == pytest.approx(0.25)
     assert instances.hidden_limit is not None
@@ -105,19 +102,3 @@ def test_instances_send_each_gradient_once_per_step(tmp_path: Path) -> None:
     assert rows["blocking"]["of_instances"]["median"] > 0
     assert json.loads(output.read_text())["study"] == "overlap"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_later_steps_begin_after_some_syncs() -> None:
-    """Replica 0 made 25 steps; syncs after steps 12, 14, ..., 20, with up to step 20 measured."""
-    syncs = [{"iteration": step} for step in range(12, 21, 2)]
-    run = replace(
-        measurement(AUTO, 1.0, 1), syncs=syncs, replica_seconds=[float(step) for step in range(25)]
-    )
-    assert run.seconds_after(3) == [16.0, 17.0, 18.0, 19.0]
-    assert run.seconds_after(5) == run.seconds_after(6) == []
-
-
-def test_link_that_falls_is_parsed() -> None:
-    """A rate, or no change."""
-    assert overlap.parse([*OUTPUT, "--falls-to", "10e6"]).falls_to == 10e6
-    assert overlap.parse(OUTPUT).falls_to is None
