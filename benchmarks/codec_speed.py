@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import INT8, TERNARY, WIRE_TYPES
 from megatron_edit.method.codec import Codec
-from megatron_edit.tools.cli.common import OneLineParser
+from megatron_edit.tools.cli.words import OneLineParser
 
 COPY = "copy"
 ENCODE, FEEDBACK, DECODE, ADD = "encode", "encode, residual", "decode", "add decoded"

@@ -24,7 +24,7 @@ from frame.gpt import flag_words
 from frame.launch import BENCHMARKS, REPOSITORY, SCRIPT
 from frame.study import split_commas
 
-from megatron_edit.tools.cli.common import OneLineParser
+from megatron_edit.tools.cli.words import OneLineParser
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 

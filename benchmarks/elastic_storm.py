@@ -57,7 +57,7 @@ from storm_parts.watch import (  # noqa: E402
 )
 
 from megatron_edit.atomic_files import write_atomic  # noqa: E402
-from megatron_edit.tools.cli.common import OneLineParser  # noqa: E402
+from megatron_edit.tools.cli.words import OneLineParser  # noqa: E402
 
 QUICK_FAULTS = 12  # a storm of fewer has short pauses
 MAX_FAILURES = 3  # runs in a row in which no fault could be made

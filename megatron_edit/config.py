@@ -37,9 +37,8 @@ from megatron_edit.constants import (
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, default_text, flag, format_value, parse_endpoint, preset_of
-from megatron_edit.method.outer_presets import outer_preset
 from megatron_edit.method.schedule import last_local as last_local_of
-from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.method.strategy import STRATEGIES, outer_preset
 
 # Share of the training time that syncs should not exceed; the target of all advice on settings.
 TARGET_SYNC_SHARE = 0.02

@@ -27,8 +27,7 @@ from megatron_edit.constants import (
     WIRE_TYPES,
 )
 from megatron_edit.flags import AUTO
-from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
-from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.method.strategy import STRATEGIES, USUAL_LR, USUAL_MOMENTUM
 
 # Intervals of numbers. Steps: also numbers that no training reaches; seconds: what timers take.
 _COUNT, _STEPS, _STEPS_FROM_0 = "[1, 65536]", "[1, 1e20]", "[0, 1e20]"

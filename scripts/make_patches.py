@@ -15,7 +15,7 @@ from pathlib import Path
 
 from script_errors import OneLineParser, exit_code_of
 
-from megatron_edit.tools.patch import diff, release_of_clone, remove, training_scripts
+from megatron_edit.tools.cli.patch import diff, release_of_clone, remove, training_scripts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TARGET = REPOSITORY / "patches"

@@ -26,7 +26,7 @@ from support_runs import STEPS, code_hash, make_clones, probe, train
 
 from megatron_edit.errors import UsageError
 from megatron_edit.host.seams.probes import PROBES
-from megatron_edit.tools.patch import release_of_clone
+from megatron_edit.tools.cli.patch import release_of_clone
 from megatron_edit.versions import RELEASES
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from megatron_edit.errors import EditError, UsageError
-from megatron_edit.tools.cli.common import OneLineParser
+from megatron_edit.tools.cli.words import OneLineParser
 
 __all__ = ["OneLineParser", "exit_code_of"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.patch import insert, training_scripts, version_of_clone
+from megatron_edit.tools.cli.patch import insert, training_scripts, version_of_clone
 from megatron_edit.versions import RELEASES, Release
 
 REPOSITORY = Path(__file__).resolve().parents[1]

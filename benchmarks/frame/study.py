@@ -26,7 +26,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.cli.common import OneLineParser
+from megatron_edit.tools.cli.words import OneLineParser
 from megatron_edit.tools.compare.finished import configuration_hash, load_result, store_result
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 

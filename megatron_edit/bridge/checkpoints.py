@@ -24,8 +24,8 @@ from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.training import TrainingRun
 from megatron_edit.method.detector import DetectorState
+from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.loss_check import LossHistory
-from megatron_edit.method.order import IN_ORDER, share_of
 from megatron_edit.observe.console import say
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 

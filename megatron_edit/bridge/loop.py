@@ -23,14 +23,15 @@ from torch.utils.data import DataLoader
 
 from megatron_edit.bridge.arguments import ConfigArguments
 from megatron_edit.bridge.checkpoints import BridgeLoads, save_state
-from megatron_edit.bridge.probes import check_bridge
-from megatron_edit.errors import UsageError
+from megatron_edit.errors import HostVersionError, UsageError
 from megatron_edit.host.seams.patching import Call, HookCalls, handled_by
+from megatron_edit.host.seams.probes import Probe, check_probes
 from megatron_edit.host.training import GRADIENTS, STEP, ZERO_GRAD, TrainingLoop, TrainingRun
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import CallbackContext
     from megatron.bridge.training.config import ConfigContainer
+
 
 BEGIN, STEP_START, STEP_END = "on_data_init_start", "on_train_step_start", "on_train_step_end"
 _HOOKS = (STEP_START, ZERO_GRAD, GRADIENTS, STEP, STEP_END)
@@ -227,3 +228,48 @@ def _another_config() -> UsageError:
         "must be the one that EditCallback was made with, not a copy",
         "pass the same object to both",
     )
+
+
+# ---- Checks that Megatron-Bridge has the symbols that this package uses
+
+
+SUPPORTED = "0.6."
+_TRAINING = "megatron.bridge.training"
+PROBES = (
+    Probe(f"{_TRAINING}.pretrain", "pretrain", ("config", "forward_step_func", "callbacks")),
+    Probe(f"{_TRAINING}.setup", "initialize_megatron", ("restart_store",)),
+    Probe(f"{_TRAINING}.initialize", "compile_helpers"),
+    Probe(f"{_TRAINING}.config:ConfigContainer", "get_data_parallel_size", ("world_size",)),
+    Probe(f"{_TRAINING}.config", "runtime_config_update", ("cfg",)),
+    Probe(
+        "megatron.bridge.data.loaders",
+        "build_pretraining_data_loader",
+        ("data_parallel_rank", "data_parallel_size"),
+    ),
+    Probe("megatron.bridge.data.loaders", "build_train_valid_test_datasets"),
+)
+EVENTS = (
+    "on_data_init_start", "on_train_start", "on_train_step_start", "on_train_step_end",
+    "on_train_end", "on_eval_start", "on_eval_step_start", "on_eval_end", "on_test_start",
+    "on_test_step_start", "on_test_end", "on_checkpoint_save",
+)  # fmt: skip
+
+
+def check_bridge() -> None:
+    """Check the version of Megatron-Bridge, its symbols and its events.
+
+    Raises:
+        HostVersionError: it is unsupported, or lacks one of them.
+    """
+    from megatron.bridge.package_info import __version__ as version
+    from megatron.bridge.training.callbacks import VALID_EVENTS
+
+    name = f"megatron-bridge {version}"
+    if not str(version).startswith(SUPPORTED):
+        raise HostVersionError(
+            name, f"only {SUPPORTED}x is supported", "install megatron-bridge 0.6.2"
+        )
+    check_probes(PROBES)
+    for event in EVENTS:
+        if event not in VALID_EVENTS:
+            raise HostVersionError(name, f"has no callback {event}", "use another version")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest
-from megatron_edit.method.ledger import BlockAssignment
-from megatron_edit.method.order import (
+from megatron_edit.method.ledger import (
+    BlockAssignment,
     SampleOrder,
     after_assignment,
     after_counted_steps,

@@ -19,9 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_edit.comm.first_contact import Wait, answered, in_thread, reach
-from megatron_edit.comm.hosts import Arrangement, arrange, read_placement
 from megatron_edit.comm.interfaces import GLOO_INTERFACE, choose_interfaces, host_facts
-from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.placement import Arrangement, Placement, arrange, read_placement
 from megatron_edit.comm.replica_ids import LaunchRegistry, launch_key
 from megatron_edit.constants import BY_RANKS, MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError

@@ -38,8 +38,8 @@ from megatron_edit.elastic.channel import (
     new_nonce,
     proof,
 )
+from megatron_edit.elastic.deadlines import SILENT_SECONDS
 from megatron_edit.elastic.hub_state import Standing
-from megatron_edit.elastic.liveness import SILENT_SECONDS
 from megatron_edit.elastic.messages import (
     AliveMessage,
     End,

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_edit.constants import KEEPALIVE
+from megatron_edit.errors import UsageError
 
 LENGTH = struct.Struct(">I")
 MAC_BYTES = 32
@@ -152,3 +155,40 @@ class FrameCodec:
     def _mac(self, from_hub: bool, number: int, payload: bytes) -> bytes:
         head = struct.pack(">?Q", from_hub, number)
         return hmac.digest(self.key, head + payload, hashlib.sha256)
+
+
+# ---- The secret that hub and replicas share
+
+
+TOKEN_VARIABLE = "EDIT_HUB_TOKEN"
+LEAST_TOKEN_BYTES = 16
+
+
+def read_token(flag: str, file: str | None) -> bytes:
+    """The shared token; empty where none is given.
+
+    Args:
+        flag: that names the file, for errors.
+        file: its file; None takes the environment variable.
+
+    Raises:
+        UsageError: the file cannot be read, or the token is too short.
+    """
+    if file is None:
+        token, source = os.environ.get(TOKEN_VARIABLE, "").strip().encode(), TOKEN_VARIABLE
+        if not token:
+            return b""
+    else:
+        source = f"{flag} {file}"
+        try:
+            token = Path(file).read_bytes().strip()
+        except OSError as error:
+            raise UsageError(
+                source, f"cannot be read ({error.strerror})", "name another file"
+            ) from None
+    if len(token) < LEAST_TOKEN_BYTES:
+        raise UsageError(
+            source, f"has {len(token)} bytes, needs at least {LEAST_TOKEN_BYTES}",
+            "make one, for example with: openssl rand -hex 32",
+        )  # fmt: skip
+    return token

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
 
 from megatron_edit.elastic.hub_state import HubState, LeaveReason, Member, Phase
 from megatron_edit.elastic.inputs import EpochOverdue, FromClock, Late, Lost, OpeningOverdue
-from megatron_edit.elastic.liveness import Liveness
 
 OPENING_SECONDS = 60.0  # once the minimum is there, for the other replicas to begin with
 FORMING_SECONDS = 30.0
@@ -119,3 +121,144 @@ def _waits(state: HubState) -> Iterator[tuple[tuple[Hashable, ...], list[str]]]:
 
 def _names(members: Iterable[Member]) -> list[str]:
     return [each.name for each in members]
+
+
+# ---- Which replicas are silent for too long. Pure: times are given, on the hub's monotonic clock
+
+
+GONE_SECONDS = 1.0  # without a connection: a replica connects again within a tenth of that
+# With a connection, without a heartbeat; and without a connection where the hub itself was away.
+SILENT_SECONDS = 10.0
+REPLACED_SECONDS = 3.0  # silence after which another process may take over the name
+MASS_SECONDS = 60.0  # where more than half of the replicas are silent: the fault is the hub's link
+# After such a pause of the hub itself, every replica gets the full time again.
+LATE_TICK_SECONDS = 2.0
+PROGRESS_SECONDS = 60.0  # without progress, while others wait
+PROGRESS_STEPS = 10.0  # or so many of the replica's own steps
+RECENT_STEPS = 15  # whose median is the length of a step
+
+Progress = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class Contact:
+    """What was last heard of a replica.
+
+    Attributes:
+        heard: when anything arrived.
+        gone: when its connection ended; None while it has one.
+        patience: seconds that it may be gone.
+        progress: what its last heartbeat counted: steps, evaluated batches, what was exchanged.
+        progressed: when that changed.
+        stepped: when the number of steps changed.
+        steps: length of its recent steps, in seconds.
+    """
+
+    heard: float
+    gone: float | None = None
+    patience: float = GONE_SECONDS
+    progress: Progress = (0, 0, 0)
+    progressed: float = 0.0
+    stepped: float = 0.0
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Length of its steps; None before the first."""
+        return median(self.steps) if self.steps else None
+
+
+class Liveness:
+    """Watches the replicas of a hub."""
+
+    def __init__(self) -> None:
+        self._contacts: dict[str, Contact] = {}
+        self._last_tick: float | None = None
+
+    def heard(self, name: str, now: float) -> None:
+        """Note that a message, or a connection, of a replica has arrived."""
+        contact = self._contact(name, now)
+        contact.heard, contact.gone, contact.patience = now, None, GONE_SECONDS
+
+    def progressed(self, name: str, progress: Progress, now: float) -> None:
+        """Note what a heartbeat counts."""
+        contact = self._contact(name, now)
+        if progress == contact.progress:
+            return
+        if (num_steps := progress[0] - contact.progress[0]) > 0:
+            contact.steps.append((now - contact.stepped) / num_steps)
+            contact.stepped = now
+        contact.progress, contact.progressed = progress, now
+
+    def disconnected(self, name: str, now: float) -> None:
+        """Note that the connection of a replica has ended."""
+        if name in self._contacts:
+            self._contacts[name].gone = now
+
+    def step_of(self, name: str) -> int:
+        """Attempted steps that a replica has reported."""
+        return self._contacts[name].progress[0] if name in self._contacts else 0
+
+    def seconds_since_heard(self, name: str, now: float) -> float:
+        """Seconds since anything of a replica has arrived; 0 for an unknown one."""
+        return now - self._contacts[name].heard if name in self._contacts else 0.0
+
+    def seconds_since_progress(self, name: str, now: float) -> float:
+        """Seconds since a replica has made progress; 0 for an unknown one."""
+        return now - self._contacts[name].progressed if name in self._contacts else 0.0
+
+    def is_stuck(self, name: str, waited: float, now: float) -> bool:
+        """Whether a replica has made no progress for too long, of the time that others waited.
+
+        One that has made no step yet may take as long as the slowest other one.
+        """
+        pause = min(waited, self.seconds_since_progress(name, now))
+        step = self._contact(name, now).step_seconds
+        if step is None:
+            known = [contact.step_seconds for contact in self._contacts.values()]
+            step = max((each for each in known if each is not None), default=0.0)
+        return pause > max(PROGRESS_SECONDS, PROGRESS_STEPS * step)
+
+    def forget(self, name: str) -> None:
+        """Stop watching a replica."""
+        self._contacts.pop(name, None)
+
+    def is_late_tick(self, now: float) -> bool:
+        """Whether the hub itself has stood still since the last call; all times begin again then.
+        Called several times a second."""
+        last, self._last_tick = self._last_tick, now
+        if last is None or now - last <= LATE_TICK_SECONDS:
+            return False
+        for contact in self._contacts.values():
+            contact.heard = contact.progressed = contact.stepped = now
+            contact.gone = None if contact.gone is None else now
+            contact.patience = SILENT_SECONDS
+        return True
+
+    def silent(self, names: Iterable[str], now: float) -> list[str]:
+        """Those replicas that are to be taken for lost."""
+        names = list(names)
+        for name in names:
+            if name not in self._contacts:  # known from the journal only
+                contact = self._contact(name, now)
+                contact.gone, contact.patience = now, SILENT_SECONDS
+        silent = [name for name in names if self._silence(name, now) > 0]
+        if 2 * len(silent) > len(names):
+            silent = [name for name in silent if self._silence(name, now) > self._more(name)]
+        return silent
+
+    def _more(self, name: str) -> float:
+        """Seconds more for each, where most are silent: then the hub's own link may be at fault. A
+        connection that has ended may be made again as soon as that is over."""
+        is_gone = self._contacts[name].gone is not None
+        return SILENT_SECONDS if is_gone else MASS_SECONDS - SILENT_SECONDS
+
+    def _contact(self, name: str, now: float) -> Contact:
+        return self._contacts.setdefault(name, Contact(now, progressed=now, stepped=now))
+
+    def _silence(self, name: str, now: float) -> float:
+        """Seconds beyond the limit; not positive within it."""
+        contact = self._contacts[name]
+        if contact.gone is not None:
+            return now - contact.gone - contact.patience
+        return now - contact.heard - SILENT_SECONDS

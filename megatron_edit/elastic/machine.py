@@ -57,11 +57,12 @@ from megatron_edit.elastic.messages import (
 )
 from megatron_edit.elastic.refusals import (
     ENDED_RUN_OF_OTHERS,
+    Comparison,
+    compare,
     name_in_use,
     refusal_of,
     state_refusal_of,
 )
-from megatron_edit.elastic.results import Comparison, compare
 
 MAX_RETRIES = 2  # of an exchange that fails although all replicas are alive
 MAX_ATTEMPTS = 8  # at one round, whose results are not good

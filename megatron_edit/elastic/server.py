@@ -26,7 +26,7 @@ from megatron_edit.elastic.channel import (
     new_nonce,
     proof,
 )
-from megatron_edit.elastic.deadlines import Deadlines
+from megatron_edit.elastic.deadlines import REPLACED_SECONDS, Deadlines, Liveness
 from megatron_edit.elastic.hub_state import (
     NO_STATE,
     HubState,
@@ -37,7 +37,6 @@ from megatron_edit.elastic.hub_state import (
 )
 from megatron_edit.elastic.inputs import Disconnected, Input, Late, Output, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
-from megatron_edit.elastic.liveness import REPLACED_SECONDS, Liveness
 from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     Abandon,

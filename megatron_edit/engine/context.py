@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_edit.comm.error_context import with_lost_replicas
+from megatron_edit.comm.heartbeat import HeartbeatMonitor
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.status import EngineStatus
@@ -65,3 +65,22 @@ class ErrorContext:
                 raise error
         except ReplicaLostError as found:
             return found
+
+
+# ---- Adds the lost replicas and the place in training to errors between replicas
+
+
+def with_lost_replicas(
+    error: ReplicaLostError, heartbeat: HeartbeatMonitor, place: str
+) -> ReplicaLostError:
+    """Return the error with the lost replicas, as far as they can be determined, and the place.
+
+    Blocks: the host, some seconds, in which replicas that are not lost report it.
+
+    Args:
+        error: of a collective with other replicas.
+        heartbeat: monitor of the replicas' heartbeats.
+        place: activity and step, for the message.
+    """
+    lost = error.lost or heartbeat.find_lost()
+    return error.with_context(lost, place, has_joined=not heartbeat.is_waiting)

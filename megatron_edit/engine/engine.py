@@ -21,20 +21,18 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.compressed_all_reduce import Residual
-from megatron_edit.comm.control import check_same_digests
-from megatron_edit.comm.flags import DelayedFlags, Flag
+from megatron_edit.comm.control import DelayedFlags, Flag, check_same_digests
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.context import ErrorContext
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, plan_round
-from megatron_edit.engine.rounds.completion import Completion, SavedRound
+from megatron_edit.engine.rounds.completion import Completion, Outcomes, SavedRound
 from megatron_edit.engine.rounds.elastic import ElasticParts, ElasticRounds
-from megatron_edit.engine.rounds.gradients import GradientAverager
 from megatron_edit.engine.rounds.meeting import Meetings, size_of_record
-from megatron_edit.engine.rounds.outcomes import Outcomes
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
+    GradientAverager,
     begin_final_phase,
     broadcast_first_replica,
     broadcast_if_different,

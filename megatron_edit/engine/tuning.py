@@ -28,6 +28,7 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter
 from megatron_edit.engine.state import RunState
 from megatron_edit.method.auto import (
     LEAST_ROUNDS,
+    WIRE_LOSS,
     AutoChoice,
     AutoSetting,
     Measurement,
@@ -36,11 +37,10 @@ from megatron_edit.method.auto import (
     mean_wait,
 )
 from megatron_edit.method.digest import tensor_digest
-from megatron_edit.method.expected_loss import WIRE_LOSS
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.norms import sum_of_squares
 from megatron_edit.method.outer import Nesterov
-from megatron_edit.method.outer_presets import USUAL_LR, USUAL_MOMENTUM
+from megatron_edit.method.strategy import USUAL_LR, USUAL_MOMENTUM
 
 MEASURED_STEPS = 10  # at the end of the warm-up
 # Least duration, without the latency, of the transfer that gives the rate.

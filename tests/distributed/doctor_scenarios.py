@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_edit.comm import worlds as world
 from megatron_edit.tools.cli import doctor as command
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.doctor import launch, links
+from megatron_edit.tools.doctor import launch
 
 AHEAD_SECONDS = 5.0
 
@@ -22,7 +22,7 @@ def doctor(*words: str, clock_of: int | None = None, blind: int | None = None) -
         clock_of: rank whose clock is ahead.
         blind: rank that does not see the shared folder.
     """
-    links.LONG_SECONDS, launch.PATIENCE_SECONDS = 0.02, 0.3
+    launch.LONG_SECONDS, launch.PATIENCE_SECONDS = 0.02, 0.3
     rank, now = int(os.environ["RANK"]), time.time
     if rank == clock_of:
         time.time = lambda: now() + AHEAD_SECONDS

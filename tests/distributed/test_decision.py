@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.flags import DelayedFlags, Flag
+from megatron_edit.comm.control import DelayedFlags, Flag
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from tests.harness import run_ranks
 

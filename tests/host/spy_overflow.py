@@ -17,7 +17,7 @@ def overflow_and_record() -> None:
 
 def record_gradient_bytes() -> None:
     """Write the sizes of the gradient shards, and the bytes that each average of them sends."""
-    from megatron_edit.engine.rounds.gradients import GradientAverager
+    from megatron_edit.engine.rounds.synchronous import GradientAverager
 
     rank, sent = os.environ["RANK"], list[int]()
     average = GradientAverager.average

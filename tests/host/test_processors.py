@@ -30,7 +30,7 @@ _PLANS = """
 import torch
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine.plan import Penalty, RoundRules, RoundState, plan_round
-from megatron_edit.engine.sync.commit_check import plan_digest
+from megatron_edit.engine.sync.drift import plan_digest
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.outer import Nesterov, SlowMomentum, StaleMomentum

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_edit.comm import worlds as module
-from megatron_edit.comm.error_context import with_lost_replicas
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.engine.context import with_lost_replicas
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.host.checkpoint.committing import Committer
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_edit.comm.flags import Flag
+from megatron_edit.comm.control import Flag
 from megatron_edit.comm.streams import NoStreams
 from megatron_edit.engine import EditEngine, ParamShard, plan_units
 from megatron_edit.engine.plan import MeetingOutcome

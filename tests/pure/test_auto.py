@@ -19,7 +19,7 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import AUTO_SETTINGS
 from megatron_edit.constants import FP32, INT8, SIGN
 from megatron_edit.host.settings import engine_settings
-from megatron_edit.method import auto, expected_loss
+from megatron_edit.method import auto
 from megatron_edit.method.auto import (
     INTERVALS,
     LEAST_ROUNDS,
@@ -32,8 +32,8 @@ from megatron_edit.method.auto import (
     leaves_prediction,
     predict,
 )
-from megatron_edit.method.outer_presets import outer_preset
 from megatron_edit.method.schedule import LaterSchedule
+from megatron_edit.method.strategy import outer_preset
 
 BYTES = {FP32: 8.0, INT8: 2.0, SIGN: 0.25}  # of an element
 USUAL = SyncSettings(128, FP32, 1, 0, 0.8, 0.85)
@@ -44,10 +44,10 @@ LONG = 10_000  # local steps
 def tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses in round numbers: each doubling of the interval costs 1 %."""
     losses = {FP32: 0.0, INT8: 0.001, SIGN: 0.02}
-    monkeypatch.setattr(expected_loss, "INTERVAL_LOSS", ((8, 0.01), (16, 0.02), (32, 0.03)))
-    monkeypatch.setattr(expected_loss, "WIRE_LOSS", losses)
+    monkeypatch.setattr(auto, "INTERVAL_LOSS", ((8, 0.01), (16, 0.02), (32, 0.03)))
     monkeypatch.setattr(auto, "WIRE_LOSS", losses)
-    monkeypatch.setattr(expected_loss, "DELAY_LOSS", 0.04)
+    monkeypatch.setattr(auto, "WIRE_LOSS", losses)
+    monkeypatch.setattr(auto, "DELAY_LOSS", 0.04)
 
 
 def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: object) -> AutoSetting:
@@ -92,7 +92,7 @@ def test_slow_link_gets_least_loss_that_reaches_target() -> None:
     """
     found = chosen(100)
     lr, momentum = outer_preset(8, INT8).values()
-    momentum = min(momentum, expected_loss.DELAYED_MOMENTUM)
+    momentum = min(momentum, auto.DELAYED_MOMENTUM)
     assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum)
     assert found.share == 1.0 and found.loss == pytest.approx(0.021)
 
@@ -121,7 +121,7 @@ def test_nearly_fastest_with_less_loss_is_chosen() -> None:
 
 def test_faster_of_equal_losses_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """All wire types cost nothing: the smallest payload."""
-    for module in (auto, expected_loss):
+    for module in (auto, auto):
         monkeypatch.setattr(module, "WIRE_LOSS", dict.fromkeys(BYTES, 0.0))
     assert chosen(1e6).settings.sync_dtype == SIGN
 
@@ -291,8 +291,8 @@ def test_lines_name_settings_and_reasons() -> None:
 
 def test_interval_loss_is_linear_in_logarithm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the measured intervals, and beyond them on both sides."""
-    monkeypatch.setattr(expected_loss, "INTERVAL_LOSS", ((4, 0.01), (16, 0.03), (64, 0.04)))
-    found = [expected_loss.interval_loss(tau) for tau in (2, 4, 8, 16, 32, 64, 256)]
+    monkeypatch.setattr(auto, "INTERVAL_LOSS", ((4, 0.01), (16, 0.03), (64, 0.04)))
+    found = [auto.interval_loss(tau) for tau in (2, 4, 8, 16, 32, 64, 256)]
     assert found == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.035, 0.04, 0.05])
 
 

@@ -9,15 +9,20 @@ import pytest
 
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
-from megatron_edit.tools.doctor.launch import Report
-from megatron_edit.tools.doctor.links import (
+from megatron_edit.tools.doctor.launch import (
     AllReduceResult,
     MeasuredLink,
+    Report,
     link_findings,
     sync_findings,
 )
-from megatron_edit.tools.doctor.machine import connections_finding, interface_findings
+from megatron_edit.tools.doctor.machine import (
+    DoctorFinding,
+    Level,
+    connections_finding,
+    interface_findings,
+    table,
+)
 
 INTERFACES = {
     "lo": ["127.0.0.1"],

@@ -20,7 +20,7 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine import Penalty
 from megatron_edit.engine.plan import RoundPlan, RoundRules, RoundState, plan_round
 from megatron_edit.engine.shared_state import rounds_from_json, rounds_to_json
-from megatron_edit.engine.sync.commit_check import plan_digest
+from megatron_edit.engine.sync.drift import plan_digest
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.ledger import BlockAssignment

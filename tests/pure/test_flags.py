@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_edit.comm.flags import DelayedFlags, Flag
+from megatron_edit.comm.control import DelayedFlags, Flag
 from tests.harness.memory_network import Network, two_phase_groups
 
 

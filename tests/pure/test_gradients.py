@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import BF16, FP32, INT8, WARMUP_DTYPES
-from megatron_edit.engine.rounds.gradients import GradientAverager
+from megatron_edit.engine.rounds.synchronous import GradientAverager
 from tests.harness.memory_network import (
     Network,
     in_order_groups,

@@ -30,8 +30,7 @@ from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gath
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.seams.probes import Probe, _check
 from megatron_edit.method.clock import PhaseClock
-from megatron_edit.method.ledger import BlockAssignment
-from megatron_edit.method.order import SampleOrder
+from megatron_edit.method.ledger import BlockAssignment, SampleOrder
 
 anything: Any = SimpleNamespace
 

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_edit.comm.hosts import (
+from megatron_edit.comm.placement import (
     Arrangement,
+    Placement,
     arrange,
     host_lines,
     natural_key,
     straddling_warnings,
 )
-from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.cli.host_list import parse_hosts
+from megatron_edit.tools.cli.words import parse_hosts
 
 # torchrun numbers nodes by their names as texts.
 TORCHRUN_ORDER = ["node1", "node10", "node11", "node2"]

@@ -13,19 +13,17 @@ from megatron_edit.elastic.deadlines import (
     COPY_ROUNDS,
     COPY_SECONDS,
     FORMING_SECONDS,
-    OPENING_SECONDS,
-    Deadlines,
-)
-from megatron_edit.elastic.hub_state import LeaveReason, Phase
-from megatron_edit.elastic.inputs import Disconnected, EpochOverdue, Late, Lost, OpeningOverdue
-from megatron_edit.elastic.liveness import (
     GONE_SECONDS,
     MASS_SECONDS,
+    OPENING_SECONDS,
     PROGRESS_SECONDS,
     RECENT_STEPS,
     SILENT_SECONDS,
+    Deadlines,
     Liveness,
 )
+from megatron_edit.elastic.hub_state import LeaveReason, Phase
+from megatron_edit.elastic.inputs import Disconnected, EpochOverdue, Late, Lost, OpeningOverdue
 from megatron_edit.elastic.messages import Failed
 from tests.harness.hub import HubDecisions
 

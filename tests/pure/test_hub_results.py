@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_edit.elastic.messages import Ready
-from megatron_edit.elastic.results import Comparison, compare
+from megatron_edit.elastic.refusals import Comparison, compare
 
 UNITS = ("embedding", "layer.1", "layer.2", "layer.3", "layer.4", "final")
 GOOD = Ready(1, 1, "plan", tuple("012345"), 0, (), units=UNITS)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.elastic import agent, deadlines, liveness, server
+from megatron_edit.elastic import agent, deadlines, server
 from megatron_edit.elastic.agent import Agent, HubAddress, open_session, query
 from megatron_edit.elastic.channel import (
     HUB_ROLES,
@@ -99,7 +99,7 @@ def test_console_is_for_people(tmp_path: Path, short_grace: None) -> None:
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica without a connection is lost soon."""
-    monkeypatch.setattr(liveness, "GONE_SECONDS", 0.3)
+    monkeypatch.setattr(deadlines, "GONE_SECONDS", 0.3)
 
 
 @pytest.mark.usefixtures("short_grace")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.method.ledger import BlockAssignment
-from megatron_edit.method.order import (
+from megatron_edit.method.ledger import (
     IN_ORDER,
+    BlockAssignment,
     SampleOrder,
     after_assignment,
     after_counted_steps,

@@ -18,7 +18,7 @@ from megatron_edit.activation import activate, has_edit_flags
 from megatron_edit.errors import UsageError
 from megatron_edit.launched import launched
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.patch import LINE, diff, insert, line_number, remove
+from megatron_edit.tools.cli.patch import LINE, diff, insert, line_number, remove
 from tests.harness.command_lines import outcomes_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.compressed_all_reduce import Addend, Chunks, Residual
-from megatron_edit.comm.hosts import places_of
+from megatron_edit.comm.placement import places_of
 from megatron_edit.comm.wire import (
     Exchange,
     Wire,

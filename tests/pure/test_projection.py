@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_edit.constants import BF16, FP32
-from megatron_edit.method import projection as tested
-from megatron_edit.method.projection import num_parts, projection, sum_differs
+from megatron_edit.method import norms as tested
+from megatron_edit.method.norms import num_parts, projection, sum_differs
 
 SIZES = st.sampled_from([0, 1, 7, 1023, 1024, 1025, 40_000, 65_536, 65_537, 200_000])
 

@@ -16,8 +16,7 @@ from megatron_edit.checkpoint import resume
 from megatron_edit.checkpoint.manifest import Ledger, Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, assignment_of, ledger_of
 from megatron_edit.method.detector import DetectorState
-from megatron_edit.method.ledger import BlockAssignment
-from megatron_edit.method.order import IN_ORDER, SampleOrder
+from megatron_edit.method.ledger import IN_ORDER, BlockAssignment, SampleOrder
 from megatron_edit.saved_state import ReplicaEntry
 
 BATCH, TARGET = 24, 24 * 12  # samples of a step of all replicas, and of the training

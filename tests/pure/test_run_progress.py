@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_edit.comm.flags import DelayedFlags, Flag
+from megatron_edit.comm.control import DelayedFlags, Flag
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.counters import LoopControl
 from megatron_edit.host.model.progress import RunProgress
-from megatron_edit.method.order import SampleOrder
+from megatron_edit.method.ledger import SampleOrder
 from tests.harness.memory_network import Network, two_phase_groups
 
 anything: Any = SimpleNamespace

@@ -11,8 +11,8 @@ import torch
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import ParamShard, plan_units
-from megatron_edit.engine.rounds.gradients import GradientAverager
 from megatron_edit.engine.rounds.synchronous import (
+    GradientAverager,
     average_linear_buffers,
     broadcast_first_replica,
     broadcast_if_different,

@@ -19,7 +19,7 @@ from support_runs import Failed, Numbers, code_hash, probe
 from megatron_edit.host.seams import probes
 from megatron_edit.host.seams.probes import OLDER_PACKAGES, PROBES, Probe
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.patch import LINE
+from megatron_edit.tools.cli.patch import LINE
 from megatron_edit.versions import RELEASES, Release
 from tests.harness.launch import REPOSITORY
 from tests.harness.ports import free_ports

@@ -20,8 +20,8 @@ from megatron_edit.elastic.messages import Heal, Ready
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
 from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import RoundPlan, RoundState, plan_round
+from megatron_edit.engine.rounds.completion import Outcomes
 from megatron_edit.engine.rounds.meeting import Meetings
-from megatron_edit.engine.rounds.outcomes import Outcomes
 from megatron_edit.engine.rounds.trigger import MeetingPlan
 from megatron_edit.engine.shared_state import (
     COUNTERS,
@@ -34,8 +34,7 @@ from megatron_edit.engine.shared_state import (
     writer_to,
 )
 from megatron_edit.engine.state import RunState
-from megatron_edit.engine.sync.commit_check import plan_digest
-from megatron_edit.engine.sync.drift import replica_digests
+from megatron_edit.engine.sync.drift import plan_digest, replica_digests
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import CheckedSync

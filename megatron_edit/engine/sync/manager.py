@@ -26,14 +26,18 @@ from typing import Any
 import torch
 
 from megatron_edit.comm.collectives import Work
-from megatron_edit.comm.flags import DelayedVote
+from megatron_edit.comm.control import DelayedVote
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.constants import FP32_BYTES
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.plan import RoundPlan, SyncPlan
 from megatron_edit.engine.saved import PendingState
-from megatron_edit.engine.sync.commit_check import check_before_commit, plan_digest
-from megatron_edit.engine.sync.finite import restore_other_units, zero_nonfinite_moments
+from megatron_edit.engine.sync.drift import (
+    check_before_commit,
+    plan_digest,
+    restore_other_units,
+    zero_nonfinite_moments,
+)
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.outer_state import OuterState, UnitState, replica_norms
 from megatron_edit.engine.sync.reports import Footprint, SyncReports

@@ -27,7 +27,7 @@ from megatron_edit.comm.wire import Wire, progress_exchanges, start_exchange
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
 from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
 from megatron_edit.engine.saved import PendingState
-from megatron_edit.engine.sync.finite import finite_units, is_finite_on_all_stages
+from megatron_edit.engine.sync.drift import finite_units, is_finite_on_all_stages
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync, naming_unit
@@ -36,7 +36,7 @@ from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import MomentRule
-from megatron_edit.method.projection import num_parts, projection, sum_differs
+from megatron_edit.method.norms import num_parts, projection, sum_differs
 from megatron_edit.saved_state import PendingSync
 
 

@@ -21,7 +21,7 @@ from megatron_edit.tools.cli import (
     report,
     watch,
 )
-from megatron_edit.tools.cli.common import OneLineParser
+from megatron_edit.tools.cli.words import OneLineParser
 
 SUBCOMMANDS = {
     "init": init,

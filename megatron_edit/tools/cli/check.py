@@ -19,13 +19,14 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, USE_EDIT, flag, parse_endpoint
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.cli import host_list
-from megatron_edit.tools.cli.common import option, search_megatron_as_launch
+from megatron_edit.tools.cli import words
 from megatron_edit.tools.cli.words import (
     SCRIPT,
     SharedValues,
     TrainingCommand,
     add_shared_words,
+    option,
+    search_megatron_as_launch,
 )
 from megatron_edit.tools.plan.values import TrainingFlags
 
@@ -86,11 +87,11 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         )
     if checked.placement is not None:
         num_replicas = checked.placement.num_replicas
-        host_list.check_placement(config, num_replicas)
+        words.check_placement(config, num_replicas)
         if hosts is not None:
-            counts = host_list.ranks_by_host(config, hosts, num_replicas)
+            counts = words.ranks_by_host(config, hosts, num_replicas)
             _check_shared_hosts(TrainingFlags(command.argv), counts)
-            lines += host_list.placement_lines(counts)
+            lines += words.placement_lines(counts)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return 0
@@ -183,7 +184,7 @@ def _check_hub_settings(config: EditConfig) -> None:
         UsageError: the token cannot be used, or this torch cannot run elastic replicas.
     """
     from megatron_edit.comm.hub_store import check_torch  # torch
-    from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
+    from megatron_edit.elastic.channel import TOKEN_VARIABLE, read_token
     from megatron_edit.tools.cli.hub import is_loopback
 
     host, _ = parse_endpoint(config.hub or "")
@@ -259,9 +260,8 @@ def _warmup_lines(
         return
     # They import torch.
     from megatron_edit.tools.plan.advice import LONG_WARMUP, warmup_warning
-    from megatron_edit.tools.plan.exchanges import TimingSetting
+    from megatron_edit.tools.plan.exchanges import GPU, Link, TimingSetting
     from megatron_edit.tools.plan.job import read_job
-    from megatron_edit.tools.plan.machine import GPU, Link
 
     ranks = place.num_replicas * place.ranks_per_replica
     try:

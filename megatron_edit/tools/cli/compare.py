@@ -15,8 +15,13 @@ from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.constants import TIMEOUT_ROUNDS
 from megatron_edit.errors import INTERRUPTED, UsageError
 from megatron_edit.tools.cli.check import check_script
-from megatron_edit.tools.cli.common import check_installed, option
-from megatron_edit.tools.cli.words import SCRIPT, TrainingCommand, add_replicas
+from megatron_edit.tools.cli.words import (
+    SCRIPT,
+    TrainingCommand,
+    add_replicas,
+    check_installed,
+    option,
+)
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits
 from megatron_edit.tools.compare.page import summary, write_report

@@ -18,19 +18,20 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.elastic.agent import HubAddress
-from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
+from megatron_edit.elastic.channel import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import RESERVED_PREFIXES, USE_EDIT, flag, parse_endpoint
-from megatron_edit.tools.cli.common import option, search_megatron_as_launch
 from megatron_edit.tools.cli.words import (
     NUM_REPLICAS,
     SHARED,
     SharedValues,
     TrainingCommand,
     add_shared_words,
+    option,
+    search_megatron_as_launch,
 )
 from megatron_edit.tools.compare.flags import groups
-from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
+from megatron_edit.tools.doctor.machine import DoctorFinding, Level, table
 from megatron_edit.tools.plan.values import check_ranks
 
 FOUND_BAD = 1

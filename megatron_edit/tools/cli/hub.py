@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.elastic.agent import HubAddress, query
-from megatron_edit.elastic.channel import ChannelError
+from megatron_edit.elastic.channel import TOKEN_VARIABLE, ChannelError, read_token
 from megatron_edit.elastic.hub_state import failed_joins_text
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.server import Hub
-from megatron_edit.elastic.token import TOKEN_VARIABLE, read_token
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import endpoint_text, parse_endpoint
-from megatron_edit.tools.cli.common import refuse_rest
+from megatron_edit.tools.cli.words import refuse_rest
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

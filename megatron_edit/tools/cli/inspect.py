@@ -15,7 +15,7 @@ from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolde
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.constants import ALL, FP32, REPLICA_NAME
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.cli.common import refuse_rest
+from megatron_edit.tools.cli.words import refuse_rest
 
 _NAME = re.compile(REPLICA_NAME)  # a checkpoint of fewer members than nominal has fillers, too
 

@@ -10,22 +10,20 @@ from collections.abc import Sequence
 
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.cli.common import option
-from megatron_edit.tools.cli.host_list import (
-    check_placement,
-    placement_lines,
-    places,
-    ranks_by_host,
-)
 from megatron_edit.tools.cli.words import (
     FLAGS,
     SHARED,
     SharedValues,
     TrainingCommand,
     add_shared_words,
+    check_placement,
+    option,
+    placement_lines,
+    places,
+    ranks_by_host,
 )
+from megatron_edit.tools.plan.exchanges import CPU, GPU, MACHINES, Link
 from megatron_edit.tools.plan.job import DEFAULT_NAMES, NAMES, Job, read_job
-from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
 from megatron_edit.tools.plan.values import (
     LEAST,
     MOST,

@@ -14,7 +14,7 @@ from megatron_edit.atomic_files import write_atomic
 from megatron_edit.elastic.journal import FILE_NAME
 from megatron_edit.errors import UsageError, to_one_line
 from megatron_edit.observe.line_files import stat_or_none
-from megatron_edit.tools.cli.common import check_installed, refuse_rest
+from megatron_edit.tools.cli.words import check_installed, refuse_rest
 from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun, open_run
 

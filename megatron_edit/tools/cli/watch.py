@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.cli.common import check_installed, refuse_rest
 from megatron_edit.tools.cli.report import add_state_dir, check_elastic, journal_of, read_all
+from megatron_edit.tools.cli.words import check_installed, refuse_rest
 from megatron_edit.tools.monitor.run import MonitoredRun, check_folder
 
 SECONDS = 2.0

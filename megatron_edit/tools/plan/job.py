@@ -13,8 +13,13 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.compare.flags import groups, without
 from megatron_edit.tools.compare.instances import SHARDED_FLAG
-from megatron_edit.tools.plan.model import Architecture, Parameter, bucket_size, shard_numels
-from megatron_edit.tools.plan.storage import Storage
+from megatron_edit.tools.plan.model import (
+    Architecture,
+    Parameter,
+    Storage,
+    bucket_size,
+    shard_numels,
+)
 from megatron_edit.tools.plan.values import (
     LEAST,
     MOST,
