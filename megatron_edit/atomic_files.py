@@ -14,7 +14,6 @@ def write_atomic(path: Path, content: str | bytes, *, keeps_mode: bool = False) 
     It is not synced to disk; for files that must survive a power loss use `checkpoint`.
 
     Args:
-        path: file in an existing folder.
         content: text is written as UTF-8.
         keeps_mode: whether to keep the permissions of the file, which must exist.
 

@@ -42,9 +42,6 @@ def help_text(usage: str) -> str:
 
     Megatron's flags are left out: building its parser takes torch, and that of megatron-core 0.19.2
     fails to print its help because of an unescaped percent sign.
-
-    Args:
-        usage: usage line of the launcher.
     """
     about = "Train with EDiT replicas: Megatron's training script under the plugin."
     parser = argparse.ArgumentParser(

@@ -74,7 +74,6 @@ class ReplicaLostError(EditError):
 
         Args:
             lost: replicas; empty if unknown.
-            where: the operation, in words.
             has_joined: whether they joined the operation and were lost during it.
         """
         verb = "was lost in" if has_joined else "did not reach"

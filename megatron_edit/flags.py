@@ -78,7 +78,6 @@ def parse_endpoint(text: str, name: str = "HOST:PORT", *, least_port: int = 1) -
 
     Args:
         text: a host name, an IPv4 address or an IPv6 address, which may be in brackets; a port.
-        name: of the flag, for errors.
         least_port: 0 where the kernel may choose one.
 
     Raises:

@@ -12,7 +12,6 @@ class PendingSync:
     """A sync that had begun but not landed on a replica. None of its messages was in flight.
 
     Attributes:
-        round: number of its round.
         step: step after which it began.
         due: step after which it lands; None: at the next meeting.
         units: units to sync, in forward order; the columns of the tables.
@@ -53,7 +52,6 @@ class ReplicaEntry:
         schedule_position: position of its learning-rate schedule, in samples of all replicas.
         losses: losses not reported yet.
         last_loss_step: step of the last of these.
-        phase_seconds: reading of its inner-phase clock.
         last_step_seconds: reading of that clock after the previous step.
         is_asking: whether it had requested a meeting.
         is_waiting: whether it was waiting at a meeting, which it joins first when it resumes.

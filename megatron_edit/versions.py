@@ -13,8 +13,6 @@ class Release:
     """A minor version of megatron-core, and the tag of Megatron-LM on which it is tested.
 
     Attributes:
-        major: major version of megatron-core.
-        minor: minor version of megatron-core.
         tag: tag or branch of Megatron-LM that is tested and has patches.
         commit: commit of the branch; empty for a tag.
     """

@@ -28,7 +28,6 @@ class ConfigArguments(Namespace):
     """A live view of a configuration. Names that no configuration has are its own attributes.
 
     Args:
-        config: of Megatron-Bridge.
         rank: of this process in its replica; `world_size` is that of the replica.
 
     Attributes:

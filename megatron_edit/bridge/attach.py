@@ -167,10 +167,6 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
 def check_settings(config: ConfigContainer, edit: EditConfig) -> None:
     """Refuse settings of both sides that do not work together.
 
-    Args:
-        config: of Megatron-Bridge.
-        edit: settings of EDiT.
-
     Raises:
         UsageError: a setting is refused.
     """

@@ -81,7 +81,6 @@ class BridgeLoads(LoadControl):
 
         Args:
             engine: not started yet.
-            host: its host.
             pieces: not used: each rank loads what it has saved.
         """
         place, loaded = self._world.placement, self._loaded
@@ -139,9 +138,6 @@ def save_state(
 
     Args:
         folder: `checkpoint.save` of this replica.
-        step: iterations so far.
-        config: settings of EDiT.
-        place: of this process.
         run: has the engine and its host.
     """
     run.engine.land_all()

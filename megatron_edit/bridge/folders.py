@@ -21,7 +21,6 @@ def folder_to_load(folder: str, place: Placement) -> str:
 
     Args:
         folder: value of `checkpoint.load`.
-        place: of this process.
 
     Raises:
         UsageError: it has the checkpoints of another number of replicas.

@@ -80,7 +80,6 @@ class BridgeLoop(TrainingLoop):
 
         Args:
             config: that is trained.
-            args: view of it.
         """
         self._bridge, self._bridge_args = config, args
 

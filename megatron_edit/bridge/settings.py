@@ -24,7 +24,6 @@ def class_with_settings(name: str, base: type, module: str) -> type:
     """Return a dataclass with the fields of `base` and those of `EditConfig`, with their defaults.
 
     Args:
-        name: of the class.
         base: dataclass whose fields have defaults.
         module: in which the class is found by its name.
     """

@@ -19,7 +19,6 @@ class FileRecord:
 
     Attributes:
         size: bytes.
-        sha256: hexadecimal.
     """
 
     size: int

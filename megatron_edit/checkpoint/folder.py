@@ -31,7 +31,6 @@ class FoundCheckpoint:
     """A checkpoint that can be loaded.
 
     Attributes:
-        path: its folder.
         iteration: in the name of the folder; None for Megatron's `release`.
         has_manifest: whether it was written with EDiT; otherwise by stock Megatron.
     """

@@ -52,13 +52,12 @@ class Manifest:
         is_final_phase: whether this was in the final synchronous phase, not in the warm-up.
         first_loss: F_0 of `method.schedule.RoundStart`; None where it is not used.
         common_steps: Adam's steps before the first local one; None where beta2 is not scaled.
-        round: syncs so far.
         replicas: one entry per replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
         round_seconds: length of the last round; timeouts follow from it.
         ledger: of a strategy with timed rounds (A-EDiT); else None.
         batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
-        order_start: fields of `method.order.SampleOrder`, with `displaced`.
+        order_start: fields of `method.ledger.SampleOrder`, with `displaced`.
         has_anchor: whether the anchor is stored; at a sync it equals the parameters.
         replicas_identical: whether all replicas held the anchor in all units when the round began.
         unit_steps: lists [N][U], steps since a unit's own last sync, as of the last meeting.
@@ -67,7 +66,6 @@ class Manifest:
         gradient_wire: the same for averaged gradients; their residuals are kept for each replica
             while gradients are averaged.
         files: size and checksum by path, from the checkpoint's folder.
-        written_by: versions.
         settings: of the run that wrote it, by the names of `EditConfig`'s fields; only to report
             which have changed. Empty where an older version wrote it.
         loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older

@@ -95,7 +95,6 @@ def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> Resu
     """Plan how a run resumes from a checkpoint.
 
     Args:
-        manifest: of the checkpoint.
         run: that resumes.
         warmup_steps: W; lower bound of the step where it is recomputed from the samples.
 

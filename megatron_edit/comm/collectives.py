@@ -31,7 +31,6 @@ class Work:
     """Handle of a collective that was started.
 
     Attributes:
-        name: of the group, for errors.
         works: the transport's handles; empty if there was nothing to send.
     """
 
@@ -130,7 +129,6 @@ class Group:
     Attributes:
         process_group: the transport; None for a group of this rank alone.
         rank: this rank's position, from 0.
-        size: number of ranks.
         device: where tensors on the wire must live.
         timeout: longest wait of one collective.
         name: of the group in error messages.
@@ -331,7 +329,6 @@ class Group:
         Collective: all ranks of the group, same shape and dtype.
 
         Args:
-            tensor: of this rank.
             poll: called repeatedly while this rank waits, on the CPU; returns the seconds to the
                 next call. There is no time-out then: `poll` raises instead.
         """
@@ -350,7 +347,6 @@ class Group:
         Collective: all ranks of the group, same shape and dtype.
 
         Args:
-            tensor: of this rank.
             timeout: longest wait; None is that of the group.
             out: contiguous, of the shape and on the device of the result; None allocates it.
 

@@ -127,8 +127,6 @@ class CodedPart:
 
     Attributes:
         rank: this rank's position in the group.
-        codec: of the sum.
-        addend: of this rank.
         chunks: the chunk that each rank sums.
         outgoing: uint8 [size, bytes]: this rank's addend by chunk; then the sum of its own chunk in
             all rows.
@@ -425,8 +423,6 @@ class GatheredPart:
     """One of the sums of an exchange in one phase.
 
     Attributes:
-        codec: of the sum.
-        addend: of this rank.
         outgoing: uint8 [size, bytes]: this rank's addend in all rows.
         incoming: uint8 [size, bytes]: the addends of all ranks.
     """

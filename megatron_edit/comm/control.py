@@ -110,7 +110,6 @@ def unpack_meeting(
 
     Args:
         rows: float64 [N, ...], the packed records.
-        capacity: room for losses, as packed.
         num_units: U.
         has_digests: whether there are digests.
         same_step: whether all replicas meet after the same step.

@@ -25,7 +25,6 @@ class Wait:
     """A wait in polls, which says after ten seconds and each minute what it is for.
 
     Args:
-        what: is waited for.
         seconds: longest wait.
         say: prints a line.
     """
@@ -88,7 +87,6 @@ def reach[T](
         host, port: of the store.
         open_store: connects to it.
         wait: the longest wait for something that accepts connections.
-        what: answers there, for the error.
 
     Raises:
         OSError: nothing accepts connections within the time.

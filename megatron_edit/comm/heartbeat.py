@@ -51,8 +51,6 @@ class Heartbeat:
     """Last heartbeat of a replica. Times are of this process's monotonic clock.
 
     Attributes:
-        progress: its counters.
-        text: of the heartbeat.
         has_given_up: whether it has given up the others, and so is not itself lost.
         last_progress: when its counters were last seen to increase.
         arrival: milliseconds of its inner phase at which it would meet; negative if not known.
@@ -80,7 +78,6 @@ class HeartbeatMonitor:
     """Reports this replica's heartbeat and reads those of the others.
 
     Args:
-        replica: number of this replica.
         num_replicas: N.
         progress: returns the counters of this rank; called in another thread.
         is_reporting: whether this rank reports for its replica, and relays to its other ranks.
@@ -94,7 +91,6 @@ class HeartbeatMonitor:
         is_listening: whether this rank needs the heartbeats of other replicas now.
         is_waiting: whether it is at a meeting that, as far as known, some replicas have not joined.
         is_closed: whether heartbeats are no longer reported and read.
-        batches: of evaluations, so far.
         steps_of_others: known optimizer steps of the other replicas in this launch.
         heartbeats: the last one of each replica.
     """
@@ -187,7 +183,6 @@ class HeartbeatMonitor:
 
         Args:
             store: shared by all.
-            steps: of this replica.
         """
         # Updated before the call: steps of a failed call are not added again, so that the sum never
         # exceeds the number of steps made.
@@ -236,9 +231,7 @@ class HeartbeatMonitor:
         """Return missing replicas at a meeting that have made no progress for too long.
 
         Args:
-            began: start of the wait.
             limit: seconds without progress.
-            now: on the same clock.
         """
         # If all have joined and the meeting is still not done, any of them may be the cause.
         awaited = self._absent(self._others) or self._others

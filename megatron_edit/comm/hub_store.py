@@ -108,7 +108,6 @@ class EpochGroup:
     """A gloo process group whose ranks can change.
 
     Args:
-        store: of this group alone.
         number: of this rank, different from that of all other processes in the run.
         address: of the interface to listen on.
         timeout: longest wait of forming the group, and of a collective without its own.

@@ -155,7 +155,6 @@ def arrange(
         by: value of `--edit-placement`. `hosts`: no replica spans several hosts where it need not,
             and replicas take the hosts in natural order (node2 before node10). `ranks`: consecutive
             ranks. Anything else is the name of a file, see `parse_placement`.
-        file_text: content of the file.
 
     Raises:
         UsageError: the file does not describe replicas of equal size on these hosts.
@@ -265,7 +264,6 @@ def parse_placement(
         text: one line for each replica, with the names of its hosts between spaces or commas. A
             line `[NAME]` may precede the lines of the replicas on a site. Empty lines and what
             follows a `#` are ignored.
-        file: its name, for the error.
         num_replicas: N.
 
     Returns:

@@ -50,8 +50,6 @@ class LaunchRegistry:
 
     Args:
         shared: the store that all launches share, over a connection that no wait blocks.
-        own: the store of this launch.
-        placement: of this process.
     """
 
     def __init__(self, shared: dist.Store, own: dist.Store, placement: Placement) -> None:

@@ -30,7 +30,6 @@ class StagedWork:
     """Handle of a staged collective, with the interface of torch's `Work`.
 
     Attributes:
-        owner: the process group.
         downloaded: event after the copies to the host.
         start: begins the collective on host memory; None when it has begun.
         results: tensors to copy back to the device.
@@ -77,8 +76,6 @@ class StagedProcessGroup:
     """A process group for tensors of a device on top of gloo, with the methods that `Group` calls.
 
     Args:
-        gloo: the process group.
-        streams: of the device.
         pin: whether host memory is page-locked; otherwise copies block the host.
     """
 

@@ -99,11 +99,9 @@ class StopBoard:
         """Create the board of this rank, with its heartbeat monitor.
 
         Args:
-            world: has the store.
             control: all ranks of the replica, of which rank 0 reports and polls.
             meeting: counts the records that this rank has sent.
             sync: counts the exchanges that it has begun.
-            steps: of this replica.
         """
         place, is_first, timer = world.scope, control.rank == 0, steps.timer
 

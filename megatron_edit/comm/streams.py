@@ -61,11 +61,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The streams of a CUDA device.
-
-    Args:
-        device: of the streams.
-    """
+    """The streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

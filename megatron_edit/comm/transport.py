@@ -62,7 +62,6 @@ class RankDevice:
     """The device of a rank.
 
     Attributes:
-        host: name of the machine.
         gpu: identifier of the GPU on it; empty for the CPU.
         has_nccl: whether torch was built with NCCL.
         may_share: whether NCCL accepts several ranks on the GPU: from 2.30 on, where
@@ -122,7 +121,6 @@ def check_net(requested: str, environment: Mapping[str, str]) -> None:
 
     Args:
         requested: value of `--edit-sync-net`.
-        environment: of this process.
 
     Raises:
         UsageError: it names another network.
@@ -152,7 +150,6 @@ def choose_net(
 
     Args:
         requested: "auto", or NCCL's name of a network.
-        backend: of the exchanges.
         devices: of all ranks of all replicas.
         sites: of each replica, by the file of `--edit-placement`; empty if it names none.
         is_single_launch: whether one launch holds the ranks of all replicas.
@@ -196,8 +193,6 @@ def stand_alone_group(
     Args:
         store: for the rendezvous of the ranks.
         rank: this rank's position, from 0.
-        size: number of ranks.
-        transport: how they communicate.
         timeout: longest wait of one collective.
         name: of the group, unique in the store.
         num_phases: of the exchanges that will run on it (`wire.py`); 0 if none has phases. On gloo

@@ -107,7 +107,6 @@ def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
 
     Args:
         group: the ranks that sum.
-        addends: of this rank.
     """
     addends = [addend for addend in addends if addend.values.numel()]  # a shard may be empty
     plain = [addend for addend in addends if addend.codec is None]
@@ -168,7 +167,6 @@ def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
     Args:
         codec: encoding of the sum; None is fp32.
         numel: elements of the addend.
-        size: ranks of the group.
     """
     if codec is None:
         return all_reduce_payload(FP32_BYTES * numel, size)
@@ -182,7 +180,6 @@ def placed_bytes(codec: Codec, numel: int, of: Sequence[int], rank: int) -> int:
     """Bytes that a rank sends for one encoded sum over several places; exactly what `Group` counts.
 
     Args:
-        codec: encoding of the sum.
         numel: elements of the addend.
         of: place of each rank.
         rank: which.
@@ -261,7 +258,6 @@ class Wire:
 
         Args:
             numel: elements of the addend.
-            size: ranks of the group.
         """
         return 0 if self.sum_codec is None else Chunks.split(numel, size, self.sum_codec).numel
 

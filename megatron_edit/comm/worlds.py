@@ -147,8 +147,6 @@ class ReplicaWorld:
         Collective: all ranks of all replicas.
 
         Args:
-            event: name of the decision.
-            mine: JSON value of this rank.
             decide: returns a JSON value for each rank from those of all ranks, by global rank.
                 Called on global rank 0.
 
@@ -471,7 +469,6 @@ def join(
     """Open the stores. Blocks: the host, until the store's host has joined.
 
     Args:
-        placement: of this process.
         rendezvous: HOST:PORT of the shared store, where each replica has its own launch.
         timeout_seconds: longest wait at a sync; None is the lower bound of `auto`.
         is_alone, say: see `ReplicaWorld`.

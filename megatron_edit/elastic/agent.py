@@ -94,7 +94,6 @@ def open_session(
     """Connect to a hub, or to another program of the run, and prove the token both ways.
 
     Args:
-        address: of the other side.
         timeout: seconds for all of it.
         role: what the session is for; see `channel`.
 
@@ -192,7 +191,6 @@ class Agent:
     """Speaks with the hub for one replica; rank 0 of the replica has it.
 
     Args:
-        address: of the hub.
         hello: what the replica reports at its start.
         timeout: seconds without a hub after which the replica gives up.
         clock: monotonic seconds.
@@ -277,7 +275,6 @@ class Agent:
 
         Args:
             step: attempted steps.
-            batches: evaluated batches.
             exchanged: bytes or units that have arrived in exchanges, since the start.
         """
         self._progress = (step, batches, exchanged)

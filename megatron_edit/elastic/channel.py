@@ -66,7 +66,6 @@ def proof(token: bytes, role: bytes, hub_nonce: bytes, peer_nonce: bytes) -> byt
     """32 bytes that only a holder of the token can compute.
 
     Args:
-        token: the shared secret.
         role: of the side that proves, so that a proof cannot be sent back: `b"hub"`, or what the
             other side wants.
         hub_nonce: 32 random bytes of the hub's.
@@ -107,11 +106,9 @@ class FrameCodec:
         """The codec of a session whose nonces have been exchanged.
 
         Args:
-            token: the shared secret.
             hub_nonce: 32 random bytes of the hub's.
             peer_nonce: 32 random bytes of the other side's.
             is_hub: whether this is the hub's side.
-            role: what the session is for.
         """
         key = proof(token, b"session of " + role, hub_nonce, peer_nonce)
         return cls(key, is_hub, run_of(hub_nonce))

@@ -81,7 +81,6 @@ class CopySource(Protocol):
 
         Args:
             round: that the state must be of, before and after the reading.
-            name: of the tensor.
             start: of the first byte.
             size: bytes to read, all inside the tensor.
         """
@@ -215,7 +214,6 @@ class CopyServer:
     """Serves copies to peers that prove the token, each in a daemon thread.
 
     Args:
-        source: the state.
         token: shared with the peers; where it and `host` are empty, only this machine is served.
         host: to listen on; empty: all addresses.
 
@@ -321,7 +319,6 @@ def accept_session(connection: socket.socket, token: bytes, until: float) -> Fra
 
     Args:
         connection: of a peer that uses `open_session`.
-        token: the shared secret.
         until: when the proof must be there, in monotonic seconds.
 
     Raises:

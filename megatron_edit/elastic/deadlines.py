@@ -18,11 +18,7 @@ COPY_ROUNDS = 3.0  # or so many times what training took in this round
 
 
 class Deadlines:
-    """Watches for how long the hub has waited for what it waits for.
-
-    Args:
-        liveness: of the replicas.
-    """
+    """Watches for how long the hub has waited for what it waits for."""
 
     def __init__(self, liveness: Liveness) -> None:
         self._liveness = liveness
@@ -35,7 +31,6 @@ class Deadlines:
         """Inputs for the hub's decisions, with the replica that each is about.
 
         Args:
-            state: of the hub.
             now: seconds; called several times a second.
         """
         if state.phase is Phase.ENDED:
@@ -145,7 +140,6 @@ class Contact:
     """What was last heard of a replica.
 
     Attributes:
-        heard: when anything arrived.
         gone: when its connection ended; None while it has one.
         patience: seconds that it may be gone.
         progress: what its last heartbeat counted: steps, evaluated batches, what was exchanged.

@@ -55,7 +55,6 @@ class Removals:
     """How often a replica was taken out, one time soon after the other.
 
     Attributes:
-        name: of the replica.
         count: times in a row.
         admitted_from: round from which it may take part again.
     """
@@ -78,8 +77,6 @@ class Member:
     """A replica that takes part, or is about to.
 
     Attributes:
-        name: of the replica.
-        incarnation: of this start of it.
         handles: addresses of its ranks; empty after a restart of the hub, until it reconnects.
         applied: commits whose result it holds or, being a member, will hold; `NO_STATE` for one
             that has still to copy the state.
@@ -129,10 +126,8 @@ class HubState:
         term: how often the hub has been started on its journal.
         epoch: number of the current membership; 0 before the first.
         members: of the epoch, in the order of the groups' ranks.
-        round: commits so far.
         digest: of anchor and momentum after the last commit.
         commit_epoch: epoch of the last commit.
-        samples: committed so far.
         holes: blocks that were dealt until the last commit, and that no replica has consumed.
         known: keys of all states that training may start again from; see `state_key`.
         phase: see there.

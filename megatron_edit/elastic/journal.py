@@ -104,7 +104,6 @@ class Journal:
 
     Args:
         descriptor: of the file, open for reading and appending, locked, and durable.
-        path: of the file.
         clock: seconds since 1970.
 
     Attributes:

@@ -35,7 +35,6 @@ class Hello:
     """A replica reports, at its start and whenever it has lost the connection.
 
     Attributes:
-        name: of the replica.
         incarnation: of this start of it, random.
         layout: hash of model, layout inside the replica and settings that must be equal.
         nominal: `--edit-nominal-replicas`.
@@ -178,7 +177,6 @@ class Welcome:
 
     Attributes:
         term: how often the hub has been started.
-        round: commits so far.
         is_joiner: whether the replica must copy the state from another first.
         admitted_from: the round that it waits for before that, as it was taken out repeatedly.
     """
@@ -217,7 +215,6 @@ class FormEpoch:
 
     Attributes:
         term: see `Welcome`.
-        epoch: its number.
         members: names, in the order of the groups' ranks.
         handles: of each member, its ranks' addresses.
         leader: the member that has taken part for longest.
@@ -236,7 +233,6 @@ class Go:
 
     Attributes:
         epoch: over whose groups.
-        round: commits so far.
         is_last: whether training ends after this round, on request.
     """
 
@@ -290,12 +286,7 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run ends.
-
-    Attributes:
-        reason: for people.
-        exit_code: of the ranks.
-    """
+    """The run ends."""
 
     reason: str
     exit_code: int

@@ -59,7 +59,6 @@ class ReplicaState:
         digest: of that state.
         epoch: whose groups the task is about.
         ready: the result that waits for the decision.
-        handles: addresses of the ranks.
         leave: why the ranks end; empty while they do not.
         admitted_from: the round that it waits for before it copies the state; 0: none.
         has_begun: whether the ranks train, or have trained, in this run. The first groups are
@@ -90,11 +89,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class RoundDue:
-    """The ranks wait at the meeting: a round's training is over, or an exchange is put aside.
-
-    Attributes:
-        handles: addresses of the ranks.
-    """
+    """The ranks wait at the meeting: a round's training is over, or an exchange is put aside."""
 
     handles: tuple[str, ...]
 

@@ -97,7 +97,6 @@ class Hub:
     """Serves one run.
 
     Args:
-        journal: open.
         state: what the journal led to, with the term of this start.
         token: shared with the replicas; empty on loopback only.
         say: prints a line for people.

@@ -91,9 +91,6 @@ class StoreClient:
     connection for itself, so that none waits for another one's `wait`.
 
     The hub drops all values whenever it opens an epoch.
-
-    Args:
-        address: of the hub.
     """
 
     def __init__(self, address: HubAddress) -> None:

@@ -79,7 +79,6 @@ def with_lost_replicas(
 
     Args:
         error: of a collective with other replicas.
-        heartbeat: monitor of the replicas' heartbeats.
         place: activity and step, for the message.
     """
     lost = error.lost or heartbeat.find_lost()

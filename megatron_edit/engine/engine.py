@@ -58,9 +58,6 @@ class EditEngine:
     """Synchronises one rank of one replica with the other replicas.
 
     Args:
-        settings: of the run.
-        host: the training framework.
-        groups: the communication groups.
         world: this process's placement among the replicas, and the store that all share.
         reporter: receives reports and messages.
         clock: of the inner phase; tests pass one with a simulated time.

@@ -136,7 +136,6 @@ class Host(Protocol):
         Mutates: `out`. Where a parameter has no such moment (yet), its elements stay as they are.
 
         Args:
-            shard: of the moment.
             kind: `constants.FIRST_MOMENT` or `SECOND_MOMENT`.
             out: fp32 [numel].
         """
@@ -145,7 +144,6 @@ class Host(Protocol):
         """Inverse of `read_moments`; a moment that a parameter does not have is not created.
 
         Args:
-            shard: of the moment.
             kind: `constants.FIRST_MOMENT` or `SECOND_MOMENT`.
             values: fp32 [numel].
         """
@@ -378,11 +376,8 @@ class EngineSettings:
 
     Attributes:
         schedule: warm-up and sync interval.
-        penalty: the pseudo-gradient penalty.
-        outer: the outer step.
         max_norm: phi of the clip; None switches the clip off.
         landing: when and how parameters take the result of a sync.
-        wire: type on the wire.
         gradient_wire: the same for gradients, in the warm-up and in the final phase.
         digest_interval: syncs between two drift checks.
         fixed_timeout: whether the user gave the time-out; otherwise it adapts to the rounds.

@@ -113,7 +113,6 @@ class Transports:
             used at once.
         make: makes a transport.
         num_parts: transports: that of both groups, then those of the phases of encoded exchanges.
-        parts: the transports.
     """
 
     sync: Group
@@ -163,7 +162,6 @@ class Transports:
 
         Args:
             rank: of this one, from 0.
-            size: number of ranks.
             formed: what `form` returned.
         """
         for group in (self.sync, self.meeting):
@@ -181,16 +179,13 @@ class Membership:
     """Takes part in an elastic run.
 
     Attributes:
-        name: of this replica.
         agent: rank 0's connection to the hub; None on other ranks.
         control: all ranks of this replica, on the CPU.
-        transports: of this rank.
         copies: HOST:PORT at which other replicas copy this rank's state.
         on_idle: called while the replica waits for others.
         on_message: receives lines about this rank for people.
         on_leave: called on rank 0 before this replica leaves.
         members: replicas of the epoch, in the order of the groups' ranks.
-        epoch: its number.
         leader: the member that writes what only one may write.
     """
 
@@ -259,9 +254,6 @@ class Membership:
         """Copy the state of the others, and arrive at their meeting.
 
         Collective: the ranks of the replica.
-
-        Args:
-            copy: of the state.
         """
         while True:
             if self._heal is not None and self._try_copy(self._heal, copy):

@@ -44,7 +44,6 @@ class Penalty:
     """Settings of the pseudo-gradient penalty.
 
     Attributes:
-        detector: settings of anomaly elimination.
         eliminate: False rejects only norms that are not finite.
         temperature: T of the weights; None is auto.
         uniform: True gives all accepted replicas the same weight.
@@ -117,7 +116,6 @@ def decide(
     Args:
         norms: float64 [N, U] of the units that sync.
         detectors: statistics of all units before this sync.
-        penalty: settings.
         steps: int64 [N, U], inner steps of each replica since the unit's own last sync. A replica
             with none has weight 0 and updates no detector: it is treated like a norm that is not
             finite.
@@ -152,9 +150,7 @@ class SyncRules:
     """How anchor and parameters take an average.
 
     Attributes:
-        outer: the outer step.
         max_norm: phi of the clip; None switches the clip off.
-        landing: how parameters take the anchor.
         inner_lr: of the inner optimizer at the sync.
     """
 
@@ -211,7 +207,6 @@ class RoundRules:
     """Settings that plans of rounds depend on.
 
     Attributes:
-        penalty: the pseudo-gradient penalty.
         landing: when and how parameters take the result of a sync.
         schedule: gives the length of rounds that are counted in steps.
         min_steps: steps of all replicas below which a round that ends by the clock goes on.
@@ -235,7 +230,6 @@ class RoundState:
     """State of the rounds that is the same on all replicas. Each meeting replaces it.
 
     Attributes:
-        count: syncs so far.
         detectors: of all replicas and units.
         loss_history: of the losses of all replicas.
         unit_steps: int64 [N, U], steps of each replica since a unit's own last sync, as they were
@@ -335,7 +329,6 @@ class RoundPlan:
         after: the shared state of the rounds once this plan is applied.
         decision: with one column per unit that syncs; None where nothing syncs.
         units: positions of these units in the replica's list.
-        landing: how parameters take the result.
         inner_lr: of the inner optimizer, the largest of all replicas.
         schedule_position: of the learning rate, the furthest of all replicas.
         is_assigned: whether the next round has its own assignment of blocks, so that the counters
@@ -376,7 +369,6 @@ def plan_round(
         before: shared state before the meeting.
         records: gathered, by replica.
         units: positions of the units that are to sync, ascending.
-        rules: settings.
         is_last: whether local training ends with this meeting: its sync lands immediately.
     """
     records = tuple(records)

@@ -18,7 +18,6 @@ class PendingState:
     """A sync that has begun and not landed, with no message in flight.
 
     Attributes:
-        sync: its entry in the manifest.
         averages: fp32 [numel] of this rank's shards by unit, before the outer step.
         snapshots: fp32 [numel] by unit, the parameters when the sync began.
         moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; every kind
@@ -52,7 +51,6 @@ class EngineState:
     """Everything that `EditEngine.load_state_dict` needs to resume. Tensors are not copied.
 
     Attributes:
-        replica: progress of this replica.
         rounds: state that is the same on all replicas.
         is_warmup: whether gradients are averaged at every step, in the warm-up or in the final
             phase; then only the step, the number of syncs and `gradients` are used.

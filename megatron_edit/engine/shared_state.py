@@ -133,7 +133,6 @@ class SharedState:
         Args:
             rounds: after it.
             digest: of anchor and momentum on all ranks of a replica.
-            outer: of this rank.
             common: `Host.common_state`.
             moment_sizes: bytes of what `add_moments` will add, by name; empty for nothing.
             counters: names of the counters in it, in their order.

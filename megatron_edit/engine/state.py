@@ -77,7 +77,6 @@ class Losses(Protocol):
 
         Args:
             records: of a meeting.
-            reporter: receives them.
             samples: consumed by all replicas so far.
         """
 
@@ -280,7 +279,6 @@ class RunState:
     Attributes:
         rounds: state that is the same on all replicas.
         losses: not reported yet.
-        clock: of the inner phase.
         timeout: longest wait for other replicas.
         timer: requests meetings where replicas run at their own speeds; else None.
         step: s, attempted optimizer steps so far.
@@ -294,7 +292,6 @@ class RunState:
         is_stopping: whether this replica must stop here, because a replica stops.
         is_waiting: whether it reached a meeting without a sync, because another replica stopped.
         suppressed_until_step: see `EngineState`.
-        name: of this replica.
         last_local_step: the step after which the final synchronous phase began; None before.
     """
 
@@ -331,10 +328,8 @@ class RunState:
         """The state before the first step.
 
         Args:
-            settings: of the run.
             groups: whose time-outs adapt to the rounds.
             num_units: U.
-            clock: of the inner phase.
             membership: of a run with a hub; else None.
         """
         replicas, timed = groups.sync.size, settings.timed
@@ -405,7 +400,6 @@ class RunState:
         """The control record of this replica now.
 
         Args:
-            progress: of training.
             rest: fields of the record that are not in this state.
         """
         return ControlRecord(
@@ -438,7 +432,6 @@ class RunState:
         """Apply the plan of a meeting. The only place where a plan changes run-long state.
 
         Args:
-            plan: of the meeting.
             reporter: receives the losses in its records.
             samples: consumed by all replicas so far.
         """
@@ -477,7 +470,6 @@ class RunState:
         """The entry of this replica in a checkpoint's manifest.
 
         Args:
-            progress: of training.
             pending: syncs that have not landed.
             is_asking: whether rank 0 of the replica has requested a meeting.
             is_warmup: whether gradients are averaged at every step.

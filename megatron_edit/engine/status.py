@@ -15,8 +15,6 @@ class EngineStatus:
     """Read-only state of the engine; the same on all ranks of the replica.
 
     Args:
-        settings: of the engine.
-        state: of the run.
         syncs: that are under way.
         flags: of rank 0 of the replica.
     """

@@ -60,7 +60,6 @@ class StepMeter:
     """Seconds of the last steps of the warm-up on this rank.
 
     Attributes:
-        groups: the communication groups.
         last_step: W, the last step of the warm-up; None measures nothing.
         steps: seconds of measured steps, without the averaging of gradients.
         forwards: seconds of their forward passes, from the first gather of parameters to the last.
@@ -122,7 +121,6 @@ class AutoTuner:
 
     Attributes:
         settings: of the run, before a choice.
-        groups: the communication groups.
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
         meter: of the steps of the warm-up; measures nothing where nothing is chosen.
         has_links: whether all replicas are there at the start, so that links can be measured.
@@ -256,7 +254,6 @@ def measure_rate(groups: EngineGroups, latency: float) -> float:
     Collective: all ranks of all replicas.
 
     Args:
-        groups: the communication groups.
         latency: seconds of an exchange without content.
     """
     sync, numel = groups.sync, _FIRST_PROBE
@@ -292,9 +289,7 @@ def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
     Addend, norms, encoding, decoding, outer step, landing after a delay, and digests.
 
     Args:
-        name: of the wire type.
         numel: of a unit; a large one is not in a cache, as in the training.
-        groups: the communication groups.
     """
     wire, size, device = Wire.of(name), groups.sync.size, groups.sync.device
     # Not random numbers, which would change those of the training.

@@ -49,7 +49,6 @@ def agree_on_settings(
 
     Args:
         world: placement of this process, and the store that all replicas share.
-        config: settings of this package.
         args: Megatron's arguments.
         device: device of this rank; the ranks of a replica may have chosen different ones.
 

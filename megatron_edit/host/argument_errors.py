@@ -175,7 +175,6 @@ class CommandLine:
         """Make a `UsageError` of an error's text or source line, and the flags used in that line.
 
         Args:
-            error: the error.
             args: Megatron's arguments.
             part: name of the part that failed.
         """

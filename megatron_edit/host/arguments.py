@@ -196,7 +196,6 @@ def check_shared_hosts(
     Args:
         args: Megatron's, or these two of them.
         counts: ranks by host, for each replica.
-        environment: of this process.
 
     Raises:
         UsageError: two replicas would use the same names.
@@ -416,7 +415,6 @@ def separate_outputs(args: Namespace, placement: Placement, name: str | None = N
 
     Args:
         args: Megatron's.
-        placement: of this process.
         name: of the replica in an elastic run, in which any replica may leave: each has its own
             writers.
     """

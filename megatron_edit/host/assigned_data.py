@@ -14,8 +14,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.data import DataParallelView
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
-from megatron_edit.method.ledger import samples_of
-from megatron_edit.method.order import SampleOrder
+from megatron_edit.method.ledger import SampleOrder, samples_of
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class AssignedSampler:
     """A batch sampler over this replica's blocks of the current round.
 
     Args:
-        engine: has the assignment.
-        share: share of this rank.
         order: order of samples; block 0 begins at its start.
     """
 
@@ -72,7 +69,6 @@ class AssignedLoader:
 
     Attributes:
         loader: data loader with an `AssignedSampler`.
-        engine: counts the assignments.
     """
 
     loader: DataLoader[object]
@@ -121,7 +117,6 @@ def assigned_loader(
 
     Args:
         call: call of Megatron's `build_pretraining_data_loader`.
-        engine: has the assignment.
         host: has the order of samples.
         num_replicas: N, or N0 of an elastic run.
     """
@@ -175,7 +170,6 @@ def with_sampler(
     """Return a loader like this one with another sampler, which torch does not allow to replace.
 
     Args:
-        loader: of Megatron.
         sampler: yields the indices of each batch.
         dataset: replaces that of the loader.
     """
@@ -198,11 +192,7 @@ _MASK = "loss_mask"
 
 @dataclass(frozen=True)
 class FilledSet:
-    """A data set after whose last sample others follow that do not count: their loss is masked.
-
-    Attributes:
-        samples: the data set.
-    """
+    """A data set after whose last sample others follow that do not count: their loss is masked."""
 
     samples: Sequence[Any]
 
@@ -226,7 +216,6 @@ class FullSampler:
         micro_batch: samples of a batch.
         micro_batches: batches of a rank in one iteration of the evaluation.
         ranks: ranks that share the set.
-        rank: this one of them.
     """
 
     num_samples: int

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_edit.comm.hosts import host_lines, straddling_warnings
-from megatron_edit.comm.placement import Placement, place
+from megatron_edit.comm.placement import Placement, host_lines, place, straddling_warnings
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, FencedError, UsageError
@@ -380,11 +379,7 @@ class ForkWatch:
 
 
 def watch_spawned(patcher: Patcher) -> None:
-    """Make processes spawned by `multiprocessing`, and their own forks, exit after their parent.
-
-    Args:
-        patcher: undoes the change.
-    """
+    """Make processes spawned by `multiprocessing`, and their own forks, exit after their parent."""
     patcher.wrap(popen_spawn_posix.Popen, "_launch", _with_watch)
 
 

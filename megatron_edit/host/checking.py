@@ -70,7 +70,6 @@ class _Check:
     Attributes:
         config: settings of this package, from the same command line.
         placement: placement of rank 0; None for a stock run.
-        device: device of the parameters.
         command_line: patches Megatron's parser.
         sync_mode: resolved `--edit-sync-mode`, set by `validate`; None for a stock run.
     """
@@ -153,10 +152,8 @@ def check_command_line(
     Args:
         script: training script. If it mentions Megatron, it is run up to the point where it would
             form process groups. None checks the flags alone.
-        words: its arguments.
         config: settings of this package, from the same command line.
         placement: placement of rank 0; None for a stock run.
-        world_size: ranks of the launch.
 
     Raises:
         UsageError: the command would fail at the start.
@@ -259,8 +256,6 @@ def rehearsed(
     """Run `script` until it would form process groups. Inside, Megatron's global arguments are set.
 
     Args:
-        script: training script.
-        words: its arguments.
         environment: environment variables of the rank as which it runs.
         command_line: patches Megatron's parser.
         validate: called with Megatron's validation function, which it must call, and arguments.

@@ -29,7 +29,6 @@ def visible_gpus(env: Mapping[str, str], root: Path = ROOT) -> list[str]:
 
     Args:
         env: environment; an empty `CUDA_VISIBLE_DEVICES` hides GPUs.
-        root: root of the file system.
     """
     return [
         str(path)
@@ -51,7 +50,6 @@ def unusable_gpus(env: Mapping[str, str], root: Path = ROOT) -> str | None:
 
     Args:
         env: see `visible_gpus`.
-        root: root of the file system.
     """
     gpus = visible_gpus(env, root)
     if torch.cuda.is_available() or not gpus:
@@ -72,7 +70,6 @@ def choose_device(config: EditConfig, root: Path = ROOT) -> torch.device:
     Requesting the CPU hides the GPUs from this process, which must not have used them yet.
 
     Args:
-        config: settings.
         root: root of the file system in which drivers show their GPUs.
 
     Raises:

@@ -19,11 +19,10 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS, RESET
 from megatron_edit.elastic.agent import CONNECT_SECONDS, Agent, HubAddress, query
-from megatron_edit.elastic.channel import ChannelError
+from megatron_edit.elastic.channel import ChannelError, read_token
 from megatron_edit.elastic.copies import CopyServer
 from megatron_edit.elastic.messages import Hello
 from megatron_edit.elastic.store import StoreClient
-from megatron_edit.elastic.token import read_token
 from megatron_edit.engine import ElasticParts, Membership, SharedState, Transports
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import endpoint_text, flag, parse_endpoint
@@ -110,9 +109,6 @@ def join_hub(
     Collective: the ranks of the replica; of the replicas that begin the run, all ranks of all.
 
     Args:
-        world: placement of this process.
-        device: of the parameters.
-        config: settings.
         control: all ranks of the replica, on the CPU.
         layout: `layout_digest`.
         start: where this replica begins.

@@ -136,7 +136,6 @@ class CorpusReport:
     Attributes:
         num_files: pairs of .idx and .bin files.
         num_tokens: tokens in all files, according to their indices.
-        num_bytes: size of the .bin files.
         scanned_bytes: bytes of these that were read to find the largest token.
     """
 

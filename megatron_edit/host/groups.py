@@ -12,8 +12,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_edit.comm.collectives import Group, Places
-from megatron_edit.comm.hosts import places_of
 from megatron_edit.comm.interfaces import fabrics
+from megatron_edit.comm.placement import places_of
 from megatron_edit.comm.transport import (
     MANY_THREADS,
     NET_VARIABLE,
@@ -43,7 +43,6 @@ def build_elastic_groups(
 
     Args:
         world: placement of this process, and the stores.
-        device: device of the parameters.
         join: joins the hub, with the group of all ranks of the replica.
     """
     control: Group = _control_group(world)
@@ -61,7 +60,6 @@ def build_groups(
 
     Args:
         world: placement of this process, and the stores.
-        device: device of the parameters.
         config: gives the data type and the backend of exchanges.
         overlap: whether syncs overlap the forward pass.
 

@@ -200,9 +200,7 @@ class EditTimers:
 
     Args:
         timers: Megatron's `Timers`.
-        clock: clock of the inner phase.
         log_level: timing log level of the run; below `LOG_LEVEL` nothing is registered.
-        patcher: undoes the registration.
     """
 
     def __init__(self, timers: Timers, clock: PhaseClock, log_level: int, patcher: Patcher) -> None:

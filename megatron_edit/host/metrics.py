@@ -41,7 +41,6 @@ class MegatronWriters(Listener):
     Args:
         tensorboard: a `SummaryWriter`, or None.
         wandb: the module `wandb`, or None.
-        metrics: computes the scalars.
         progress: progress of all replicas.
     """
 
@@ -113,10 +112,7 @@ def write_run_header(
     """Begin the event files, and return the content of `run.json`.
 
     Args:
-        events: event files of this rank.
-        config: settings of the user.
         world: placement of this rank, and the hosts of all ranks.
-        device: device of the parameters.
         progress: progress of all replicas, with a newly built engine.
         resumed_from: where a resumed run continues; None for a new run.
         is_joining: whether this replica joins a run that others have begun.
@@ -144,7 +140,6 @@ def connect_writers(events: EventLog, progress: RunProgress, run: Mapping[str, A
     """Pass records to Megatron's writers, if this rank has them.
 
     Args:
-        events: event files of this rank.
         progress: progress of all replicas.
         run: content of `run.json`.
     """
@@ -205,7 +200,6 @@ def describe(
     Args:
         config: settings with presets; `sync_mode` and `num_replicas` are written resolved.
         world: placement of this process, and the hosts of all ranks.
-        device: device of the parameters.
         sync_mode: resolved `--edit-sync-mode`.
     """
     placement = world.placement
@@ -309,11 +303,7 @@ class SafeWriter:
 
 
 def guard_writers(patcher: Patcher) -> list[SafeWriter]:
-    """Replace each writer of this rank by a `SafeWriter`, and return these.
-
-    Args:
-        patcher: restores the writers.
-    """
+    """Replace each writer of this rank by a `SafeWriter`, and return these."""
     from megatron.training import global_vars, wandb_utils
 
     guarded = []

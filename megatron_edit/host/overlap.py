@@ -49,7 +49,6 @@ def land_before_gathers(
     """Override the gathers of a model's bucket groups, so that they land units first.
 
     Args:
-        patcher: undoes the overrides.
         model: chunks in Megatron's DDP.
         engine: lands the units.
         plan: this rank's shards.
@@ -79,9 +78,7 @@ def keep_sends_asynchronous(patcher: Patcher, config: ModelConfig, device: torch
     On the CPU, and with sends that are not batched, the flag has no effect.
 
     Args:
-        patcher: undoes the change.
         config: config of the model's first chunk, which Megatron's schedules read.
-        device: device of the parameters.
     """
     if device.type == "cuda" and config.batch_p2p_comm and not config.use_ring_exchange_p2p:
         patcher.replace(config, "batch_p2p_sync", False)

@@ -45,7 +45,6 @@ def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> st
 
     Args:
         args: Megatron's validated arguments.
-        config: settings of this package.
         sync_mode: resolved `--edit-sync-mode`; None for a run of stock Megatron.
 
     Returns:

@@ -34,7 +34,6 @@ def engine_settings(
     """Return the engine's settings.
 
     Args:
-        config: settings of the user.
         sync_mode: resolved `--edit-sync-mode`.
         target_blocks: steps of all replicas together in the whole training.
         last_local_step: last step before the final synchronous phase, or of the training.
@@ -118,7 +117,6 @@ def schedule_of(config: EditConfig, last_local_step: int, origin: int | None = N
     """Return the schedule of syncs.
 
     Args:
-        config: settings of the user.
         last_local_step: last step before the final synchronous phase, or of the training.
         origin: see `engine_settings`; of rounds of a fixed length.
     """

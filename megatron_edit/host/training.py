@@ -88,12 +88,8 @@ class TrainingRun:
     """Objects that exist once Megatron has built the model.
 
     Attributes:
-        engine: engine of this rank.
-        host: host of the engine.
         observer: handles logs and evaluations.
-        writer: writes checkpoints.
         saves: decides when and in which form checkpoints are written.
-        stops: handles early ends of training.
         progress: progress of all replicas.
     """
 
@@ -110,11 +106,8 @@ class TrainingLoop:
     """Connects the engine to one run of Megatron's training loop.
 
     Args:
-        config: settings.
         world: placement of this process, and the stores.
-        events: event files.
         telemetry: OpenTelemetry and MLflow.
-        device: device of the parameters.
         patcher: patches Megatron's functions and instances.
     """
 

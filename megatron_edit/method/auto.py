@@ -245,7 +245,6 @@ def calibrated(
     Args:
         setting: see `AutoSetting`.
         measured: with the links as they are now.
-        settings: in use.
         exposed: seconds that a sync of one fragment was observed to add.
     """
     work = measured.work[settings.sync_dtype] * sum(setting.unit_numels) / settings.fragments
@@ -349,8 +348,6 @@ def expected_loss(interval: int, wire: str, delay: int) -> float:
     """Increase of the final loss over that of stock DDP; the parts are added.
 
     Args:
-        interval: tau.
-        wire: type on the wire.
         delay: d, steps.
     """
     return interval_loss(interval) + WIRE_LOSS[wire] + DELAY_LOSS * delay / interval

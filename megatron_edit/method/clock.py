@@ -82,7 +82,6 @@ class TimeTrigger:
 
     Attributes:
         length: tau_time, seconds.
-        clock: of the inner phase.
         last: its value after the previous step.
         arrival: its predicted value when this replica, by itself, would meet; None before the first
             step of a phase. It does not depend on other replicas, who compare it with theirs.

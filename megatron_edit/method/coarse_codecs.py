@@ -52,7 +52,6 @@ class _Levels(Codec):
     byte i holds the codes of its values i, i + w, i + 2 w, ...
 
     Attributes:
-        name: in settings.
         block_numel: values that share scales; a power of two.
         base: of the digits that are the codes.
         values_per_byte: codes in a byte.

@@ -269,10 +269,7 @@ class _Blocks(Codec):
     of a block and value i of its second half: byte = first + 16 second, as a signed number.
 
     Attributes:
-        name: in settings.
         block_numel: values that share a scale.
-        top: largest code.
-        scale_dtype: how scales are stored.
         spare_bits: last bits of an fp32 scale that are 0, so that code x scale is exact.
         values_per_byte: 1 or 2.
     """
@@ -386,7 +383,6 @@ class _LogBlocks(Codec):
     up to a multiple of 4. The last block may be short. Exponent 255 is a block that is not finite.
 
     Attributes:
-        name: in messages.
         top: the largest code; 8 codes are an octave.
         is_signed: whether the upper bit of a code is the sign.
         block_numel: values that share an exponent.

@@ -48,8 +48,6 @@ class UnitExchange:
     """The seconds of one unit of a sync.
 
     Attributes:
-        wire: on the link.
-        work: local work of the rank.
         forward: the unit's part of the forward pass.
     """
 

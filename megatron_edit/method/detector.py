@@ -124,7 +124,6 @@ def judge(
     Args:
         norms: float64 [N, U], pseudo-gradient norms G; NaN and inf are allowed.
         state: statistics before this sync; not changed.
-        config: thresholds.
         enabled: False is the ablation: only norms that are not finite are anomalous (a NaN must
             never spread), and the statistics do not change.
 
@@ -165,7 +164,6 @@ def judge_units(
         norms: float64 [N, len(units)].
         state: statistics of all units; not changed.
         units: their positions, in the order of the columns of `norms`.
-        config: thresholds.
         enabled: see `judge`.
 
     Returns:

@@ -191,7 +191,6 @@ def proportional_shares(total: int, counts: Sequence[int]) -> tuple[int, ...]:
     Ties go to the lower index. Shares are as equal as possible if all counts are zero.
 
     Args:
-        total: sum of the shares.
         counts: one or more numbers >= 0; a count of 0 gets the share 0, unless all are 0.
     """
     counts = counts if any(counts) else [1] * len(counts)
@@ -339,7 +338,6 @@ def after_assignment(
 
     Args:
         order: before the round; block b has the numbers from `order.start` + b * `block` on.
-        assignment: of the round.
         steps: of each replica in it.
         block: samples of a block.
     """

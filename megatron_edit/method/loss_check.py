@@ -168,7 +168,6 @@ def check_losses(
         has_steps: bool [N], whether a replica made a step since then; only these are tested, and
             only if the loss is finite.
         history: of all replicas before this round; not changed.
-        config: settings.
 
     Returns:
         The verdict, and the histories after this round.

@@ -69,10 +69,6 @@ class Nesterov:
     """b <- mu b + c Dbar;  A <- A - nu (c Dbar + mu b) (method 3.7; EDiT, DiLoCo).
 
     With nu = 1 and mu = 0 the anchor becomes the average of the parameters (local SGD).
-
-    Attributes:
-        lr: nu, the outer learning rate.
-        momentum: mu, the outer momentum.
     """
 
     lr: float
@@ -103,7 +99,6 @@ class SlowMomentum:
 
     Attributes:
         lr: alpha, the slow learning rate.
-        momentum: beta, the slow momentum.
     """
 
     lr: float
@@ -133,7 +128,6 @@ class StaleMomentum:
 
     Attributes:
         lr: alpha.
-        momentum: beta.
         gap: Lambda, the penalty on the staleness gap.
         bound: phi_m, largest element of m; None does not clamp.
     """

@@ -13,7 +13,6 @@ def rows_of(table: Tensor, rows: Sequence[int | None]) -> Tensor:
 
     Args:
         table: [N, ...].
-        rows: positions in it.
     """
     chosen = torch.zeros(len(rows), *table.shape[1:], dtype=table.dtype)
     for place, row in enumerate(rows):

@@ -131,11 +131,7 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class LaterSchedule(StepSchedule):
-    """A step schedule whose first round begins after another step than W.
-
-    Attributes:
-        origin: the step.
-    """
+    """A step schedule whose first round begins after another step than W."""
 
     origin: int
 

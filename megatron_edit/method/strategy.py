@@ -67,7 +67,6 @@ class Strategy:
         is_timed: replicas meet by the clock, after as many steps as each has made by then.
         is_elastic: a hub may decide which replicas take part.
         has_penalty: whether replicas are weighted, anomalous ones rejected, and averages clipped.
-        make_rule: creates the outer step.
         keeps_progress: whether a delayed landing keeps the change of the parameters since the
             snapshot.
         lands_at_next_meeting: the result of a round lands at the end of the next.
@@ -169,7 +168,6 @@ def outer_preset(interval: int | None, wire: str) -> Mapping[str, float]:
 
     Args:
         interval: tau; None where rounds end by the clock.
-        wire: type on the wire.
     """
     if wire in _BY_WIRE:
         return _BY_WIRE[wire]

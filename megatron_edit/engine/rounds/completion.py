@@ -48,11 +48,8 @@ class Completion:
     """The last sync of saved replicas, computed by each replica of this run for itself.
 
     Attributes:
-        settings: of this run.
         host: receives parameters and buffers.
-        groups: the communication groups.
         outer: anchor and momentum, mutated.
-        saved: the round.
     """
 
     settings: EngineSettings
@@ -65,9 +62,6 @@ class Completion:
         """Update anchor, momentum, parameters and buffers.
 
         Collective: the ranks of the replica. All replicas of this run compute the same.
-
-        Args:
-            detectors: of the saved replicas.
 
         Returns:
             The detectors after the sync.

@@ -48,13 +48,11 @@ class RoundAttempt:
 
     Args:
         rounds: makes plans and syncs.
-        meeting: of the replicas.
         norms: of this replica's pseudo-gradient, by unit position.
         loss: mean loss of the replica in the round.
 
     Attributes:
         plan: of the round; None until all records are there.
-        sync: of the plan.
         digest: of anchor and momentum as they will be, one number and as the hub has it; after
             `result`.
     """
@@ -159,7 +157,6 @@ class ElasticParts:
     """What an elastic run has besides the parts of every run.
 
     Attributes:
-        membership: what the hub decides.
         token: for copies between replicas.
         shared: what other replicas may copy.
         is_joining: whether this replica has the state still to copy.
@@ -180,10 +177,8 @@ class ElasticRounds:
     Attributes:
         settings, host, groups: of the engine.
         parts: of an elastic run.
-        state: of the run.
         syncs: with anchor and momentum.
         meetings: makes and reads records.
-        outcomes: applies plans.
         is_ending: whether the last commit ends training, on request.
         digest: of the last commit, as the hub has it.
     """

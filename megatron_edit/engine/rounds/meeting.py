@@ -26,11 +26,8 @@ class Meetings:
     """Exchanges control records with the other replicas.
 
     Attributes:
-        host: gives the progress of training.
-        groups: the communication groups.
         board: announces a request to stop, also while this replica waits; its heartbeat monitor
             has the progress of the other replicas.
-        state: of the run.
         same_step: whether all replicas join a meeting after the same step.
         has_digests: whether records carry digests of delayed landings.
         poll_exchanges: progresses exchanges while this replica waits, as others may be waiting for
@@ -148,7 +145,6 @@ def size_of_record(host: Host, state: RunState, *, has_digests: bool) -> int:
 
     Args:
         host: has units and shared values.
-        state: of the run.
         has_digests: see `Meetings`.
     """
     units, buffers = len(host.plan.names), len(shared_values(host))
@@ -173,7 +169,6 @@ def average_shared_values(
     finite are left out. No communication: every rank averages the same numbers.
 
     Args:
-        host: has the buffers.
         rows: `shared_values` of all replicas.
         accepted: bool [N, units], which replicas each unit accepted.
         units: positions in the replica's list.

@@ -55,8 +55,6 @@ def check_identical(host: Host, groups: EngineGroups, when: str) -> None:
     Collective: all ranks of all replicas.
 
     Args:
-        host: has the parameters.
-        groups: the communication groups.
         when: time of the check, for the error message.
 
     Raises:
@@ -73,10 +71,7 @@ def broadcast_if_different(
     Collective: all ranks of all replicas.
 
     Args:
-        host: has the parameters.
-        groups: the communication groups.
         reporter: receives a message with the largest difference.
-        steps: of the warm-up.
 
     Raises:
         DriftError: rounding does not explain the difference; the message names a unit.
@@ -165,7 +160,6 @@ def begin_final_phase(
 
     Args:
         host: has the inner optimizers and the schedule.
-        groups: the communication groups.
         reporter: receives a message if moments are reset.
         accepted: bool [N, U], which replicas the last sync accepted in which unit.
 
@@ -192,8 +186,6 @@ def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None
     Collective: the sync group, and the groups of copies. Mutates: the host's inner moments.
 
     Args:
-        host: has the inner optimizers.
-        groups: the communication groups.
         accepted: see `begin_final_phase`.
     """
     sync = groups.sync
@@ -243,11 +235,7 @@ def _have_same_moments(host: Host, groups: EngineGroups) -> bool:
 
 @dataclass
 class CommonStop:
-    """Agreement of all replicas to stop after the same step of the warm-up.
-
-    Attributes:
-        group: the sync group.
-    """
+    """Agreement of all replicas to stop after the same step of the warm-up."""
 
     group: Group
     _pending: tuple[Work, Tensor] | None = None
@@ -286,11 +274,6 @@ class GradientAverager:
 
     Residuals take 4 (1 + 1 / N) bytes for each element of this rank's gradient shards, from the
     first use until `free`.
-
-    Args:
-        wire: type of the sums.
-        host: has the gradients.
-        groups: the communication groups.
     """
 
     def __init__(self, wire: Wire, host: Host, groups: EngineGroups) -> None:

@@ -70,7 +70,6 @@ class StepTrigger:
         schedule: warm-up and interval.
         fragments: units by fragment.
         host: tells which step is the last.
-        state: of the run.
     """
 
     schedule: Schedule
@@ -128,7 +127,6 @@ class ClockTrigger:
     Attributes:
         fragments: units by fragment.
         rounds: when a round ends, and the blocks of samples to consume.
-        host: notified when local training begins.
         state: of the run; it has the data ledger.
     """
 
@@ -191,11 +189,6 @@ class ClockTrigger:
 
 def create_trigger(settings: EngineSettings, host: Host, state: RunState) -> SyncTrigger:
     """Create the trigger that decides when replicas meet.
-
-    Args:
-        settings: of the engine.
-        host: gives the progress of training.
-        state: of the run.
 
     Raises:
         UsageError: there are more fragments than units.

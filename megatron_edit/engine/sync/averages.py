@@ -26,7 +26,6 @@ def tie_copies(shard: UnitShard, values: Sequence[Tensor], tie: str, group: Grou
     Args:
         shard: of a unit.
         values: fp32 [numel] each, of the complete shard.
-        tie: name of the group.
         group: the ranks that hold copies.
     """
     places = _places_of(shard, tie)
@@ -57,7 +56,6 @@ def agree_on_average(
         shard: of the unit.
         average: fp32 [numel].
         moments: fp32 [numel] each, means of moments of the inner optimizer.
-        groups: the communication groups.
 
     Returns:
         ||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it.
@@ -88,7 +86,6 @@ def _tie_embedding(
     the other stages wait for before they join the broadcast: a deadlock.
 
     Args:
-        shard: of the embedding.
         values: fp32 [numel] each: average and moments. Mutated.
         squares: float64 scalar, of this stage.
         stages: the ranks that hold a copy; rank 0 is the first stage.

@@ -38,7 +38,6 @@ def replica_digests(
 
     Args:
         plan: all units.
-        groups: the communication groups.
         mine: digests of this rank's shards by position; units of other stages may be missing.
     """
     row = torch.zeros(len(plan.names), dtype=torch.int64)
@@ -57,7 +56,6 @@ def differing_units(
 
     Args:
         plan: all units.
-        groups: the communication groups.
         mine: see `replica_digests`.
     """
     units, digest = replica_digests(plan, groups, mine)
@@ -138,9 +136,6 @@ def restore_other_units(
     Collective: the ranks of the pipeline stage.
 
     Args:
-        host: has the parameters.
-        groups: the communication groups.
-        state: has the anchors.
         landing: names of the units that take their anchor anyway.
         snapshots: of units that land later, fp32 [numel] by unit; set to the anchor, too.
         reporter: receives a message.
@@ -195,10 +190,8 @@ def check_before_commit(
 
     Args:
         plan: the units that sync.
-        groups: the communication groups.
         digests: of this rank's shards by unit position; see `CheckedSync.preview`.
         plan_digest: of the round's plan.
-        when: of the error, in words.
 
     Raises:
         DriftError: they differ; the message names a unit.

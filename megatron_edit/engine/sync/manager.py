@@ -55,11 +55,7 @@ class SyncManager:
     """Starts syncs, lands each when it is due, and reports them: the interface of this package.
 
     Args:
-        host: receives the parameters.
-        groups: the communication groups.
-        settings: of the engine.
         reporter: receives reports and messages.
-        footprint: sizes for reports.
 
     Attributes:
         landing: the sync whose units are landing; None when all have landed and were checked.
@@ -134,7 +130,6 @@ class SyncManager:
 
         Args:
             settings: of the engine; wire type, landing and depth may differ.
-            footprint: sizes for reports.
         """
         assert not self._all(), "settings change while a sync is under way"
         self.close()
@@ -201,7 +196,6 @@ class SyncManager:
         first, and changes the parameters.
 
         Args:
-            plan: of the sync.
             began: start time, seconds on a monotonic clock.
             waited: seconds spent at the meeting.
             checks_commit: whether `check_commit` is called before the sync lands.

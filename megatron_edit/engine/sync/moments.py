@@ -29,8 +29,6 @@ class UnitMoments:
     """Moments of this rank's shard of a unit during its exchange.
 
     Attributes:
-        host: has the inner optimizer.
-        shard: of the moments.
         means: fp32 [numel] by kind, this replica's addends, later the means.
         rule: which moments, and how they are encoded.
         is_excluded: whether this replica contributes zeros.
@@ -57,12 +55,8 @@ class UnitMoments:
         A moment that is not finite counts as zero: it must not spread to the other replicas.
 
         Args:
-            host: has the moments.
             rule: which moments, and how they are encoded.
             shard: of a unit that is exchanged.
-            decision: has the accepted replicas.
-            replica: number of this replica.
-            device: of the parameters.
         """
         is_excluded = bool(decision.excluded[replica, shard.index])
         share = 1.0 / int((~decision.verdict.anomalous[:, shard.index]).sum())

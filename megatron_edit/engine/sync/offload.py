@@ -23,7 +23,6 @@ class DeviceCopy:
     """A tensor that is copied to the device.
 
     Attributes:
-        tensor: on the device.
         source: the streams that copy it; None where the tensor lives on the device.
         event: recorded after the copy.
     """
@@ -58,8 +57,6 @@ class OffloadStreams:
     done first.
 
     Args:
-        device: of the parameters.
-        streams: of the device.
         max_copies: maximum number of tensors on the device, provided that users release them.
     """
 
@@ -122,7 +119,6 @@ class SyncStream:
     training computes on and return to it, so they must be read on that stream.
 
     Args:
-        streams: of the device.
         stream: the stream of the progress thread, where there is one.
     """
 

@@ -118,7 +118,6 @@ class OuterState:
 
         Args:
             plan: this rank's shards.
-            device: of the parameters.
             offload: whether anchor and momentum are to live in host memory.
             num_replicas: N.
             max_staged: maximum number of units of an offloaded state on the device.
@@ -150,9 +149,7 @@ class OuterState:
         """The same anchor and momentum for another type on the wire, whose residuals begin at zero.
 
         Args:
-            wire: type on the wire.
             num_replicas: N.
-            device: of the parameters.
         """
         units = {}
         for name, unit in self.units.items():
@@ -250,9 +247,7 @@ def replica_norms(
 
     Args:
         plan: the units.
-        state: has their anchors.
         replica: group of all its ranks.
-        device: of the parameters.
         loss: of this rank; NaN where it is not known. With pipeline stages only the last one
             knows it.
         exposed: seconds, of this rank; NaN where there is none.

@@ -41,7 +41,6 @@ class Footprint:
         Collective: the ranks of the replica.
 
         Args:
-            groups: the communication groups.
             plan: this rank's shards.
             settings: determine the state per element.
             record_bytes: size of this rank's control record.
@@ -69,10 +68,6 @@ class SyncReports:
     """Checks syncs for drift and reports them.
 
     Attributes:
-        groups: the communication groups.
-        reporter: receives the reports.
-        wire: type on the wire.
-        footprint: sizes.
         late_digests: of units with a delayed landing, by position, until their next meeting, which
             compares them: replicas land at different times.
         exposed: seconds that a sync added to training, without the wait at its meeting; the longest

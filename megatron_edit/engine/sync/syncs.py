@@ -45,9 +45,6 @@ class SyncContext:
     """Objects shared by all syncs of a rank.
 
     Attributes:
-        host: the training framework.
-        groups: the communication groups.
-        wire: type on the wire.
         depth: maximum number of batches with units that have started and made no outer step, of an
             immediate sync.
         outer: anchor and momentum.
@@ -68,8 +65,6 @@ class Sync(ABC):
     """A sync that is under way on this rank.
 
     Args:
-        plan: of the sync.
-        context: shared objects.
         began: start time, seconds on a monotonic clock.
         waited: seconds spent at the meeting.
 
@@ -464,8 +459,6 @@ class DelayedSync(Sync):
         Args:
             saved: result of `state_dict` on this replica; the order of units may differ in this
                 run.
-            context: shared objects.
-            settings: of this run.
         """
         sync = cls(_plan_of(saved.sync, context.host, settings), context, time.monotonic(), 0.0)
         sync.is_reported = saved.sync.is_stepped  # it is reported after the outer steps

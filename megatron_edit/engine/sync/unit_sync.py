@@ -133,7 +133,6 @@ class UnitSync:
         Args:
             shard: this rank's shard of the unit.
             resident_state: anchor and momentum.
-            device: of the parameters.
             average: fp32 [numel]; None for a roll-back, and when the outer step is done.
             snapshot: fp32 [numel]; None where it is not needed.
             is_excluded: whether this replica takes the anchor unmerged.
@@ -242,8 +241,6 @@ class UnitSync:
         Collective: as `step`.
 
         Args:
-            groups: the communication groups.
-            rules: of the sync.
             scratch: three fp32 tensors of at least [numel]; overwritten.
         """
         anchor, momentum, average = (each[: self.shard.numel] for each in scratch)
@@ -271,7 +268,6 @@ class UnitSync:
         """Set theta to the anchor, or merge both by the rule. After `step`. No communication.
 
         Args:
-            landing: the rule.
             is_finite: whether this replica's parameters of the unit are finite.
 
         Returns:

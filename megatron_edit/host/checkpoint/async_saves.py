@@ -63,11 +63,7 @@ class WriteErrors:
         self._record: SaveRecord | None = None
 
     def attach(self, patcher: Patcher) -> None:
-        """Wrap the functions with which Megatron writes a save. Imports Megatron.
-
-        Args:
-            patcher: undoes it.
-        """
+        """Wrap the functions with which Megatron writes a save. Imports Megatron."""
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
@@ -185,7 +181,6 @@ class _Queue:
     """A wrapper of Megatron's queue that inspects or replaces the values put on it.
 
     Attributes:
-        results: the queue.
         through: called with each value; its result is put on the queue.
     """
 
@@ -270,11 +265,7 @@ class _Completions:
 
 
 class WorkerWatch:
-    """Follows this rank's worker.
-
-    Args:
-        rank: how messages name this rank.
-    """
+    """Follows this rank's worker."""
 
     def __init__(self, rank: str) -> None:
         self._rank = rank
@@ -283,11 +274,7 @@ class WorkerWatch:
         self._lock = threading.Lock()  # held while the queues of a worker are released or replaced
 
     def attach(self, patcher: Patcher) -> None:
-        """Wrap Megatron's use of the worker. Imports Megatron.
-
-        Args:
-            patcher: undoes it.
-        """
+        """Wrap Megatron's use of the worker. Imports Megatron."""
         from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
         caller = async_utils.PersistentAsyncCaller

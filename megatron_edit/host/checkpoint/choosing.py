@@ -24,7 +24,6 @@ class Choice:
     """The checkpoint to load.
 
     Attributes:
-        path: the checkpoint.
         iteration: in its name; None for Megatron's `release`.
         manifest: None for a checkpoint of stock Megatron.
     """
@@ -40,7 +39,6 @@ def choose(world: ReplicaWorld, args: Namespace, schedule: Mapping[str, object])
     Every rank verifies a part of its files. Collective: all ranks of all replicas.
 
     Args:
-        world: of these ranks.
         args: Megatron's.
         schedule: state of Megatron's learning-rate schedule.
 
@@ -76,7 +74,6 @@ def check_on_all_ranks(
     Collective: all ranks of all replicas.
 
     Args:
-        world: of these ranks.
         event: a unique name.
         check: raises an error that this rank finds.
         what: the subject of the check; the value in an error that names none.

@@ -41,7 +41,7 @@ from megatron_edit.elastic.agent import Agent
 from megatron_edit.elastic.hub_state import Standing
 from megatron_edit.errors import EditError, FencedError, ReplicaLostError, UsageError, to_one_line
 from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED, SaveRecord, error_text
-from megatron_edit.method.order import share_of
+from megatron_edit.method.ledger import share_of
 from megatron_edit.observe.console import say, warn
 from megatron_edit.saved_state import ReplicaEntry
 
@@ -62,11 +62,9 @@ class RankSave:
         folder: of all checkpoints.
         job: in the name of the partial checkpoint.
         manifest: without entries of the replicas and without files.
-        entry: of this replica.
         has_model: whether this replica wrote a Megatron checkpoint.
         has_outer: whether it wrote the outer state.
         has_replica_local: whether it wrote outer state that belongs to it alone.
-        random_file: of this rank.
         is_stop_save: whether replicas stop at steps of their own: the last save of the run.
         retain_interval: Megatron's `--save-retain-interval`.
         shared_samples: consumed by all replicas of an elastic run, which are all as `entry`; else
@@ -471,7 +469,6 @@ class NotPermittedError(EditError):
     """A checkpoint may not be completed.
 
     Args:
-        text: why.
         exit_code: with which the replica ends; 0 where training is not affected.
     """
 

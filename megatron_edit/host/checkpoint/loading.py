@@ -47,7 +47,7 @@ from megatron_edit.host.checkpoint.replica_local import (
 from megatron_edit.host.checkpoint.round_state import choice_of, rounds_of, saved_unit_steps
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
-from megatron_edit.method.order import IN_ORDER, share_of
+from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say
 
@@ -75,10 +75,6 @@ class _Resume:
     """A checkpoint of replicas to resume from.
 
     Attributes:
-        choice: the checkpoint.
-        iteration: in its name.
-        manifest: of the checkpoint.
-        plan: how this run resumes.
         load: Megatron's call of `load_checkpoint`.
     """
 
@@ -98,7 +94,6 @@ class LoadControl:
     """Replaces Megatron's `load_checkpoint`.
 
     Args:
-        config: settings.
         world: this process's placement, and the store.
         redirection: of the folders that Megatron reads from.
     """
@@ -157,7 +152,6 @@ class LoadControl:
 
         Args:
             engine: not started yet.
-            host: its host.
             pieces: this rank's pieces of the outer state.
         """
         place, resume, choice = self._world.placement, self._resume, self._choice
@@ -360,10 +354,8 @@ def resuming_run(
     """Return the properties of a run that a resume depends on.
 
     Args:
-        config: our settings.
         num_replicas: N.
         args: Megatron's, validated.
-        iterations: of the complete training.
     """
     return ResumingRun(
         num_replicas=num_replicas,
@@ -412,7 +404,6 @@ def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
 
     Args:
         manifest: of the checkpoint; older versions wrote only strategy and wire type.
-        config: of this run.
     """
     before = {"strategy": manifest.strategy, "sync_dtype": manifest.wire, **manifest.settings}
     if manifest.choice is not None and not config.auto:
@@ -447,7 +438,6 @@ def dropped_state(choice: Choice, flag_given: str) -> str:
     """Return one line about what a load of the parameters alone leaves out.
 
     Args:
-        choice: the checkpoint.
         flag_given: `--finetune` or `--no-load-optim`.
     """
     manifest = choice.manifest

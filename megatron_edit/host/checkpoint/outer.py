@@ -66,7 +66,6 @@ class LocalPiece:
     """This rank's elements of a part.
 
     Attributes:
-        place: the part in the parameter.
         start: first element of this rank, counted in the part.
         unit: name of the unit, or number of the gradient shard.
         where: in the unit's flat range, or in the gradient shard.
@@ -96,7 +95,6 @@ class RankPieces:
 
     Args:
         host: gives the plan, and the positions of shards in their parameters.
-        model: unwrapped model chunks.
     """
 
     def __init__(self, host: MegatronHost, model: Sequence[ModelChunk]) -> None:
@@ -133,7 +131,6 @@ def _pieces_of(
     """Yield the pieces of a flat range of a parameter that begins at its element `first`.
 
     Args:
-        places: parts of the parameter.
         first: see above.
         unit: see `LocalPiece`.
         where: of the range, in the flat tensor of `unit`.
@@ -152,7 +149,6 @@ def sharded_outer_state(pieces: Sequence[LocalPiece], kinds: Kinds) -> dict[str,
     """Return the state dict that Megatron writes. Its tensors are views, not to be changed before.
 
     Args:
-        pieces: of this rank.
         kinds: to write.
     """
     return {
@@ -337,11 +333,7 @@ class PartLocation:
 
 
 def part_locations(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[PartLocation, ...]]:
-    """Return the parts of every parameter of this rank, in the order of its elements.
-
-    Args:
-        model: unwrapped model chunks.
-    """
+    """Return the parts of every parameter of this rank, in the order of its elements."""
     found: dict[Tensor, tuple[PartLocation, ...]] = {}
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

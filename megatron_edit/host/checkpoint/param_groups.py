@@ -84,7 +84,6 @@ def resumed_groups(
 
     Args:
         current: groups of this run's optimizer.
-        saved: those of the checkpoint.
         args: Megatron's.
 
     Raises:

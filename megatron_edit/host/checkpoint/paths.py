@@ -27,11 +27,7 @@ class Redirection:
         self._tracker: Path | None = None
 
     def attach(self, patcher: Patcher) -> None:
-        """Wrap the functions from which Megatron takes these paths.
-
-        Args:
-            patcher: undoes it.
-        """
+        """Wrap the functions from which Megatron takes these paths."""
         import megatron.training.checkpointing as checkpointing
         from megatron.training import wandb_utils
 

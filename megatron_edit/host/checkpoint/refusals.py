@@ -40,7 +40,6 @@ def check_rates(path: Path, args: Namespace, schedule: Mapping[str, object]) -> 
     """Refuse another learning-rate schedule or weight decay, unless a flag says which one to use.
 
     Args:
-        path: of the checkpoint.
         args: Megatron's.
         schedule: state of this run's schedule.
 

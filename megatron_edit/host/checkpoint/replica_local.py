@@ -49,7 +49,6 @@ class RankShards:
         replica: r. `num_replicas`: N.
         wire: type on the wire of this run; of gradients where the pieces are theirs.
         plan: this rank's shards.
-        pieces: of this rank.
     """
 
     replica: int
@@ -82,9 +81,7 @@ def replica_local_kinds(
     """Return the snapshots of syncs that have not landed, and error-feedback residuals.
 
     Args:
-        outer: of this rank.
         pending: syncs that have not landed.
-        shards: of this rank.
     """
     kinds: dict[str, dict[str, Tensor]] = {}
     if snapshots := _snapshots_of(pending):
@@ -119,7 +116,6 @@ def has_gradient_residuals(manifest: Manifest, wire: Wire, num_replicas: int) ->
     """Return whether a checkpoint has residuals of averaged gradients for these replicas.
 
     Args:
-        manifest: of the checkpoint.
         wire: type of averaged gradients on the wire of this run.
         num_replicas: N of this run.
     """
@@ -131,7 +127,6 @@ def load_gradients(checkpoint: Path, shards: RankShards, numels: Sequence[int]) 
     """Load the residuals of averaged gradients from a checkpoint that has them.
 
     Args:
-        checkpoint: its folder.
         shards: of this rank, with the pieces of gradients.
         numels: elements of the gradient shards.
 
@@ -158,10 +153,7 @@ def load_outer(
     """Load this rank's outer state, and its syncs that had not landed, from a checkpoint.
 
     Args:
-        checkpoint: its folder.
-        manifest: of the checkpoint.
         pending: syncs that had not landed on this replica; none where a new round begins.
-        shards: of this rank.
 
     Raises:
         UsageError: the checkpoint lacks a part of a parameter.
@@ -193,14 +185,7 @@ def load_outer(
 def load_pending(
     checkpoint: Path, manifest: Manifest, replica: int, shards: RankShards
 ) -> list[PendingState]:
-    """Load the syncs that had not landed on a saved replica, to land them on its parameters here.
-
-    Args:
-        checkpoint: its folder.
-        manifest: of the checkpoint.
-        replica: number of the saved replica.
-        shards: of this rank.
-    """
+    """Load the syncs that had not landed on a saved replica, to land them on its parameters here."""
     # Without moments: the inner optimizer state that they belong to is not loaded.
     saved = [replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
     syncs = _pending(saved, shards.plan)
@@ -219,9 +204,7 @@ def _scatter_residual(numel: int, summed: Tensor, shards: RankShards) -> Tensor:
     """Return the residual of the sums that this rank encodes, at its position in the full shard.
 
     Args:
-        numel: of the shard.
         summed: fp32 [>= owned].
-        shards: of this rank.
     """
     where = shards.owned(numel)
     spread = torch.zeros(numel)

@@ -22,7 +22,6 @@ def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
     """Return the fields of a manifest that store `rounds`; `rounds_of` is the inverse.
 
     Args:
-        rounds: of the engine.
         is_warmup: whether gradients are averaged at every step: no blocks are assigned.
     """
     assignment = None if is_warmup else rounds.assignment
@@ -52,10 +51,6 @@ def rounds_of(
     """Build the state of the rounds for this run from a checkpoint.
 
     Args:
-        path: of the checkpoint.
-        manifest: of the checkpoint.
-        plan: how this run resumes.
-        units: of this run.
         replica: r.
         num_replicas: N of this run.
 
@@ -100,8 +95,6 @@ def _unit_steps_of(
     """Return int64 [N, U], steps since a unit's own last sync; columns in this run's unit order.
 
     Args:
-        manifest: of the checkpoint.
-        units: of this run.
         num_replicas: N.
         is_same: whether the replicas that saved continue.
     """
@@ -144,8 +137,6 @@ def _loss_history_of(path: Path, manifest: Manifest, num_replicas: int) -> LossH
     """Return the saved loss history; a new one if this run has another number of replicas.
 
     Args:
-        path: of the checkpoint.
-        manifest: of the checkpoint.
         num_replicas: N of this run.
 
     Raises:

@@ -23,9 +23,7 @@ class SaveControl:
 
     Args:
         policy: `--edit-inner-state`.
-        writer: writes the checkpoints.
         engine: gives the state of the round.
-        host: of the engine.
         progress: of all replicas.
         is_first: whether this is global rank 0, which prints.
     """

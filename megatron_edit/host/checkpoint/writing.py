@@ -93,12 +93,10 @@ class CheckpointWriter:
     """Writes this rank's part of every checkpoint.
 
     Args:
-        config: names the strategy.
         world: this process's placement, and the store.
         redirection: of the folders that Megatron writes to.
         write_errors: records an error of one rank, so that the others do not wait for it.
         engine: whose state is written.
-        host: of the engine.
         pieces: this rank's pieces of the outer state.
     """
 
@@ -144,7 +142,6 @@ class CheckpointWriter:
         Collective: the ranks of the replica.
 
         Args:
-            plan: of the save.
             call: of Megatron's `save_checkpoint`; the iteration is replaced by the plan's own.
         """
         if plan.is_stop_save:

@@ -19,7 +19,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.engine import Progress
 from megatron_edit.host.batch_stages import has_changing_batch
 from megatron_edit.host.seams.megatron import InnerOptimizer, ParamScheduler
-from megatron_edit.method.order import IN_ORDER, SampleOrder
+from megatron_edit.method.ledger import IN_ORDER, SampleOrder
 from megatron_edit.method.schedule import last_local
 
 
@@ -29,7 +29,6 @@ class TrainingCounters:
     Args:
         args: Megatron's arguments.
         scheduler: Megatron's `OptimizerParamScheduler`.
-        placement: gives the number of replicas.
         final_fraction: `--edit-final-sync-fraction`.
 
     Attributes:

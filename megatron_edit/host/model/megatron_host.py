@@ -53,8 +53,8 @@ from megatron_edit.host.seams.megatron import (
     ParamScheduler,
     StepResult,
 )
+from megatron_edit.method.ledger import SampleOrder
 from megatron_edit.method.moments import local_beta2
-from megatron_edit.method.order import SampleOrder
 
 
 class MegatronHost:
@@ -66,11 +66,9 @@ class MegatronHost:
         optimizer: from `get_megatron_optimizer`, a chain or a single optimizer.
         scheduler: Megatron's `OptimizerParamScheduler`.
         replica: group of all ranks of this replica, for the common list of units.
-        placement: gives the number of replicas.
         config: gives the fraction of the final synchronous phase, and whether beta2 is scaled.
 
     Attributes:
-        counters: of training.
         common_steps: Adam's steps before the first local step with scaled beta2; None if beta2 has
             not been scaled so far.
     """

@@ -48,8 +48,6 @@ def plan_model(
     """Plan the units of a model, with a list of units that all ranks of the replica agree on.
 
     Args:
-        chunks: unwrapped chunks of the model.
-        optimizers: optimizers of its parameters.
         replica: group of all ranks of this replica.
 
     Raises:
@@ -135,7 +133,6 @@ def unit_of(name: str, parameter: torch.nn.Parameter, model: ModelChunk) -> str:
     Args:
         name: name from `model.named_parameters()`.
         parameter: the parameter; a tied copy of the embedding belongs to `embedding`.
-        model: the unwrapped model chunk.
 
     Raises:
         UsageError: the parameter belongs to no known unit.
@@ -172,10 +169,7 @@ class GradientPlace:
     """A parameter's gradient, or this rank's part of it, in a gradient shard.
 
     Attributes:
-        parameter: the parameter.
         first: its first element in the shard, counted in the flattened parameter.
-        shard: number of the gradient shard.
-        where: in the shard.
         is_copied: whether the ranks of a data-parallel group have all elements, and not one each.
         gradient: the elements, flat; a view.
     """

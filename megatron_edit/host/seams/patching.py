@@ -2,7 +2,7 @@
 
 A `Patcher` refuses to replace missing attributes, so that a changed Megatron causes an error and
 never a silent no-op, and restores all of them, newest first. Changes of other kinds (arguments,
-the environment, the class of an optimizer) are listed in docs/design.md.
+the environment, the class of an optimizer) are listed in docs/dev/how-it-works.md.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _SLOW_LINK = 1e9  # bits per second, where no link is given
 _MANY = 10  # times the seconds of a long warm-up: shorter ones may be short beside unknown steps
-# Arguments that need kernels or streams of GPUs (docs/gpu.md).
+# Arguments that need kernels or streams of GPUs (docs/dev/gpu.md).
 _ON_GPUS = ("fp8_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 
@@ -147,9 +147,7 @@ def check_script(
 
     Args:
         script: of the training; None checks the flags alone.
-        words: its arguments.
         config: EDiT's settings in them.
-        world_size: ranks of the launch.
 
     Returns:
         The result of the check.
@@ -202,9 +200,7 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     """Yield the lines of the report: the run, the checked inputs, and remarks.
 
     Args:
-        checked: result of the check.
         config: EDiT's settings.
-        world_size: ranks of the launch.
     """
     place, args = checked.placement, checked.args
     if place is None:
@@ -360,4 +356,4 @@ def _on_gpus(config: EditConfig, args: Namespace) -> str:
     named = ["syncs between GPUs"]
     named += [flag("offload")] if config.offload else []
     named += [option(name) for name in _ON_GPUS if getattr(args, name, False)]
-    return f"{', '.join(named)} (docs/gpu.md says what was tested instead)"
+    return f"{', '.join(named)} (docs/dev/gpu.md says what was tested instead)"

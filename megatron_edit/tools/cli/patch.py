@@ -167,7 +167,6 @@ def trains(source: bytes, name: str) -> bool:
     """Return whether a script calls Megatron's ``pretrain``.
 
     Args:
-        source: of the script.
         name: of the script, for the error.
 
     Raises:

@@ -144,7 +144,6 @@ def add_shared_words(
     """Add the options that `plan`, `check` and `doctor` share.
 
     Args:
-        parser: of the subcommand.
         used: options that matter to it; it accepts the others, and checks their values.
         ranks: default of `--world-size`, for the help.
     """

@@ -47,7 +47,6 @@ def measure_hub(address: HubAddress, count: int = QUERIES) -> MeasuredHub:
     """Query a hub several times, each time over a connection of its own.
 
     Args:
-        address: of the hub.
         count: queries, > 0.
 
     Raises:
@@ -71,9 +70,6 @@ def measure_hub(address: HubAddress, count: int = QUERIES) -> MeasuredHub:
 def hub_findings(address: HubAddress) -> tuple[list[DoctorFinding], dict[str, Any]]:
     """Measure the way to a hub.
 
-    Args:
-        address: of the hub.
-
     Returns:
         Findings, and numbers for ``--json``.
     """
@@ -89,13 +85,7 @@ def hub_findings(address: HubAddress) -> tuple[list[DoctorFinding], dict[str, An
 
 
 def answer_finding(name: str, address: HubAddress, measured: MeasuredHub) -> DoctorFinding:
-    """Return the finding on the token and the times.
-
-    Args:
-        name: of the finding.
-        address: of the hub.
-        measured: its answers.
-    """
+    """Return the finding on the token and the times."""
     connect, query = _summary(measured.connect_seconds), _summary(measured.query_seconds)
     value = (
         f"{'token right' if address.token else 'no token needed'}; connection and handshake "
@@ -112,11 +102,7 @@ def answer_finding(name: str, address: HubAddress, measured: MeasuredHub) -> Doc
 
 
 def run_finding(status: dict[str, Any]) -> DoctorFinding:
-    """Return the finding on the run that a hub serves.
-
-    Args:
-        status: of the hub.
-    """
+    """Return the finding on the run that a hub serves."""
     names = join_names(status["epoch_members"]) or "none yet"
     leader = f"; leader {status['leader']}" if status["leader"] else ""
     value = (

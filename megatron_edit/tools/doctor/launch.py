@@ -43,7 +43,6 @@ class Report:
     """The results, as lines and as numbers.
 
     Attributes:
-        findings: lines.
         numbers: for ``--json``.
         is_single_host: whether all ranks are on this machine.
     """
@@ -71,7 +70,6 @@ class Launch:
 
         Args:
             words: flags of a training.
-            env: as the launcher set it.
 
         Raises:
             UsageError: flags and environment contradict each other.
@@ -113,10 +111,8 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     Collective: all ranks of the launch.
 
     Args:
-        launch: the ranks.
         folder: to be visible to all ranks; None checks none.
         parameters: of the model for which the time of a sync is computed.
-        step_seconds: of its inner step.
 
     Returns:
         The results; on the first rank also a failed or lost connection between the ranks.
@@ -339,7 +335,6 @@ class MeasuredLink:
 
     Attributes:
         source: replica that measured; its clock is the reference.
-        target: the other replica.
         round_trip_seconds: of a few bytes; the median.
         forward_bytes_per_second: from source to target.
         backward_bytes_per_second: from target to source.
@@ -444,8 +439,6 @@ def sync_findings(
         all_reduce: of one rank; all ranks of a replica were measured at once.
         num_replicas: N.
         ranks: of one replica, K.
-        parameters: of the model.
-        step_seconds: of one inner step.
     """
     rate = all_reduce.bytes_per_second * ranks
     yield DoctorFinding(

@@ -67,7 +67,6 @@ def connections_finding(env: Mapping[str, str], major: int) -> DoctorFinding:
     """Return the finding on the number of hardware queues.
 
     Args:
-        env: the environment.
         major: of the GPU's compute capability; below 10 (Blackwell) Megatron requires one queue
             with tensor or context parallelism.
     """
@@ -86,7 +85,6 @@ def interface_findings(
     """Yield findings on the interfaces that gloo and NCCL would use.
 
     Args:
-        env: the environment.
         there: addresses by interface, from `interfaces`.
         address: from `own_address`.
         is_single_host: whether all ranks are on one machine, where the loopback is enough.
@@ -178,9 +176,6 @@ class DoctorFinding:
     """One finding.
 
     Attributes:
-        name: what was checked.
-        value: the result.
-        level: severity.
         remedy: what to do; empty if nothing.
     """
 

@@ -42,9 +42,7 @@ class Advice:
     """One suggestion.
 
     Attributes:
-        subject: of the suggestion.
         value: machine-readable: a number, flags, or None where nothing helps.
-        text: for the console.
     """
 
     subject: str
@@ -62,8 +60,6 @@ def advise(
     """Return all suggestions for a strategy with rounds.
 
     Args:
-        job: the training.
-        config: its settings.
         setting: link, machine and step.
         device_memory: bytes of a device; None where not known.
         chosen: settings that `--edit-auto` chooses, which need no suggestion.
@@ -87,8 +83,6 @@ def warmup_warning(
     """Warn of a warm-up that exchanges gradients for hours, and longer than its steps take.
 
     Args:
-        job: the training.
-        config: its settings.
         setting: link, machine and step.
         least: seconds of its exchanges from which they are worth a warning.
 

@@ -51,9 +51,7 @@ def shard_bytes(job: Job, config: EditConfig, wire: str, numel: int) -> int:
     """Return the payload of a shard of a unit: parameters, and moments at every K-th sync.
 
     Args:
-        job: the training.
         config: its settings, of which `sync_dtype` is not used.
-        wire: type on the wire.
         numel: elements of the shard.
     """
     size, moments = job.mesh.num_replicas, moments_of(config)
@@ -65,8 +63,6 @@ def cut_lines(job: Job, config: EditConfig, of: Sequence[int]) -> Iterator[str]:
     """Yield what a sync sends out of a site, or of hosts that replicas share.
 
     Args:
-        job: the training.
-        config: its settings.
         of: place of each replica (`hosts.places_of`); empty yields nothing.
     """
     if of:
@@ -86,7 +82,6 @@ def cut_bytes(wire: Wire, numel: int, of: Sequence[int]) -> int:
     Encoded sums are formed in a place first; a ring of fp32 follows the order of the ranks.
 
     Args:
-        wire: type on the wire.
         numel: elements of the addends.
         of: place of each rank.
     """
@@ -212,8 +207,6 @@ def sync_cost(
     """Return the cost of a round of a strategy with outer steps.
 
     Args:
-        job: the training.
-        config: its settings.
         setting: link, machine and step.
         blocks: whether syncs are blocking, whatever the settings say.
     """
@@ -316,8 +309,6 @@ def local_work(config: EditConfig, machine: Machine, numel: int, size: int) -> f
     """Return the seconds of a rank's local work in the sync of a shard of a unit.
 
     Args:
-        config: settings of the strategy.
-        machine: of the rank.
         numel: elements of the shard.
         size: N, replicas.
     """

@@ -100,9 +100,7 @@ class Job:
         num_iterations: steps of the complete training; None where they are not given.
         tokens_per_step: of all replicas.
         overlaps_gather: --overlap-param-gather: units can land in the forward pass.
-        overlaps_reduce: --overlap-grad-reduce.
         recomputes: whether the backward pass recomputes the forward pass.
-        timeout_minutes: --distributed-timeout-minutes.
         edit_flags: EDiT's flags, and Megatron's `--optimizer`.
     """
 

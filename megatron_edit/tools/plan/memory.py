@@ -20,9 +20,7 @@ class MemoryItem:
     """One item of a rank's memory.
 
     Attributes:
-        name: of the item.
         place: "device" or "host".
-        nbytes: size.
         is_persistent: whether it is allocated all the time, and not only during an exchange.
         is_synchronous: whether it belongs to the warm-up and the final phase; all others belong to
             the rounds.

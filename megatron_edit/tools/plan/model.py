@@ -177,7 +177,6 @@ def _layer(
         norm: one norm of the hidden size.
         heads, groups: numbers of query heads, and of key-value heads.
         channels: of a head.
-        ffn: width of the MLP.
     """
     hidden, query, fan_out = norm[0].numel, heads * channels, (heads + 2 * groups) * channels
     fc1 = ffn * (2 if words.has("--swiglu") or words.has("--quick-geglu") else 1)
@@ -223,8 +222,6 @@ def bucket_size(words: TrainingFlags, *, numel: int, num_shards: int) -> int | N
 
     Args:
         words: Megatron's flags.
-        numel: parameters of the rank.
-        num_shards: ranks of the shard group.
     """
     num_buckets = words.count("--ddp-num-buckets", 1)
     size = words.count("--ddp-bucket-size", max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * num_shards))
@@ -246,7 +243,6 @@ def shard_numels(
 
     Args:
         parameters: of a pipeline stage, in the order of their registration.
-        units: of the model.
         tensor_parallel: ranks that share the split parameters.
         size: elements at which a bucket is closed; None for a single bucket.
         num_shards: ranks among which every bucket is split into equal parts.
@@ -376,7 +372,6 @@ class Storage:
 
         Args:
             number: of the layer, from 1.
-            num_layers: of the model.
         """
         first, last = self.num_bf16_layers
         return self.has_fp8_parameters and first < number <= num_layers - last

@@ -64,8 +64,6 @@ class PlanRow:
     Attributes:
         name: one of `NAMES`.
         every: steps between two exchanges.
-        traffic: of an exchange.
-        cost: of an exchange.
         parts: memory in addition to stock Megatron's, of the rank that needs most.
         final_fraction: share of the training, at its end, in which gradients are averaged at every
             step; the figures above are of the rounds before.
@@ -92,7 +90,6 @@ class Plan:
     """The predictions for a training.
 
     Attributes:
-        job: the training.
         setting: link, machine and step.
         stock: memory that Megatron needs without EDiT.
         rows: by strategy.
@@ -131,7 +128,6 @@ def make_plan(
     """Make a plan for some strategies.
 
     Args:
-        job: the training.
         setting: link, machine and step.
         names: of `NAMES`.
         device_memory: bytes of a device; None where not known.
@@ -326,7 +322,6 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
     A training of unknown length is long enough for every interval.
 
     Args:
-        job: the training.
         config: its settings, with `--edit-auto`.
         setting: link, machine and step.
     """

@@ -66,9 +66,7 @@ class TrainingFlags:
         """Return the value of a flag as an integer of at least 1.
 
         Args:
-            name: of the flag.
             default: where it is missing.
-            most: the largest value.
 
         Raises:
             UsageError: it is not an integer in range, or missing without a default.
@@ -93,10 +91,6 @@ def shortened(text: str) -> str:
 def check_ranks(name: str, ranks: int) -> None:
     """Check that a number of ranks or replicas can be planned.
 
-    Args:
-        name: of its flag.
-        ranks: the number.
-
     Raises:
         UsageError: it is below 1, or too large.
     """
@@ -111,9 +105,7 @@ def check_number(name: str, value: float | None, most: float = MOST) -> None:
     """Check that a number can be used in a plan.
 
     Args:
-        name: of its flag.
         value: None where it is not given.
-        most: the largest value.
 
     Raises:
         UsageError: it is out of range.
@@ -147,8 +139,6 @@ def parse_seconds(flag: str, text: str, *, least: float = 0.0, needs_unit: bool 
     """Parse seconds: `350ms`, `10min`, `2.5`; above 0, or at least 0 where `least` is below 0.
 
     Args:
-        flag: its name.
-        text: its value.
         least: below 0 to allow 0.
         needs_unit: whether a number without a unit is refused, unless it is 0.
 
