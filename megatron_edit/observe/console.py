@@ -7,6 +7,7 @@ Failed writes, to a full disk or a closed pipe, never end a training: they are d
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import select
@@ -42,6 +43,26 @@ def warn(text: str) -> None:
     """
     sys.stderr.write(f"{PREFIX} {text}\n")
     sys.stderr.flush()
+
+
+class _FirstRecord(logging.Handler):
+    """Prints the first warning of a library's log, and drops the others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Handle a record of the log."""
+        self.setLevel(logging.CRITICAL + 1)
+        text = record.getMessage().splitlines()[0]
+        warn(f"{record.name}: {text}; training goes on, later warnings of it are not shown")
+
+
+def show_one_warning(logger: str) -> None:
+    """Show one warning of a library that exports in threads: there may be one per export.
+
+    Args:
+        logger: name of its log, whose handlers are replaced.
+    """
+    log = logging.getLogger(logger)
+    log.propagate, log.handlers = False, [_FirstRecord(logging.WARNING)]
 
 
 class DroppingFile(io.FileIO):

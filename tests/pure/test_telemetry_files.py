@@ -14,7 +14,7 @@ import subprocess
 import pytest
 
 from megatron_edit.constants import SYNC_TIMES
-from megatron_edit.observe.instruments import INSTRUMENTS, VERDICTS, Instruments
+from megatron_edit.observe.telemetry import INSTRUMENTS, VERDICTS, Telemetry
 from tests.harness.dashboards import (
     FOLDER,
     as_grafana_sends,
@@ -31,19 +31,15 @@ LABELS = {"job", "replica", "instance", "le"} | {each.attribute for each in INST
 def exposed_names() -> set[str]:
     """Return the names of all our time series as Prometheus gets them."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
-    from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from opentelemetry.sdk.metrics import MeterProvider
     from prometheus_client import REGISTRY
 
-    reader = PrometheusMetricReader()
-    provider = MeterProvider([reader], shutdown_on_exit=False)
+    telemetry = Telemetry("1", otlp=False, port=0)  # any port
     try:
-        instruments = Instruments([provider.get_meter("test")], "1")
-        instruments.begin(100, 2)
-        feed(instruments)
+        telemetry.begin({}, 100, 2)
+        feed(telemetry)
         return {sample.name for family in REGISTRY.collect() for sample in family.samples}
     finally:
-        provider.shutdown()
+        telemetry.close()
 
 
 def test_queries_name_existing_metrics_and_attributes() -> None:

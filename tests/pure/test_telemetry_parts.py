@@ -6,14 +6,14 @@ state, exports by forked workers, a collector that delays training, a bad settin
 
 from __future__ import annotations
 
-import logging
 import os
 import random
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +22,22 @@ import torch
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import OUTLYING_NORM, SYNC_TIMES
 from megatron_edit.errors import UsageError
-from megatron_edit.observe import exporters
+from megatron_edit.observe import telemetry as telemetry_module
 from megatron_edit.observe.events import EventLog
-from megatron_edit.observe.exporters import Endpoint, Providers, SpanIds, TelemetryTargets
-from megatron_edit.observe.instruments import INSTRUMENTS, VERDICTS, Instruments
 from megatron_edit.observe.listeners import Listener
 from megatron_edit.observe.mlflow_run import check_mlflow
 from megatron_edit.observe.records import Ending, Evaluation, Iteration
-from megatron_edit.observe.spans import PHASES, SYNC, trace_id_of, write_spans
-from megatron_edit.observe.telemetry import Telemetry
+from megatron_edit.observe.telemetry import (
+    INSTRUMENTS,
+    PHASES,
+    SYNC,
+    VERDICTS,
+    Telemetry,
+    check_telemetry,
+    trace_id_of,
+    write_spans,
+)
+from tests.harness.otlp_receiver import collector
 from tests.harness.ports import free_ports
 from tests.pure.test_event_log import report
 
@@ -56,6 +63,8 @@ class Memory:
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
         self.reader, self.exporter = InMemoryMetricReader(), InMemorySpanExporter()
+        from megatron_edit.observe.otel_sdk import SpanIds
+
         self.ids = SpanIds()
         self.meter = MeterProvider([self.reader], shutdown_on_exit=False)
         self.tracer = TracerProvider(id_generator=self.ids, shutdown_on_exit=False)
@@ -78,10 +87,22 @@ class Memory:
 
 
 @pytest.fixture
-def memory() -> Memory:
-    """Return providers; skip where the extra `metrics` is not installed."""
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    """Return providers, the global ones of the test; skip where the extra is not installed."""
     pytest.importorskip("opentelemetry.sdk")
-    return Memory()
+    from opentelemetry import metrics, trace
+
+    made = Memory()
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: made.tracer)
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: made.meter)
+    return made
+
+
+def joined(replica: str = "1") -> Telemetry:
+    """Return telemetry of a replica that has begun with the providers of the process."""
+    made = Telemetry(replica, otlp=False, port=None)
+    assert made.begin({}, 100, 2)
+    return made
 
 
 def feed(listener: Any) -> None:
@@ -103,9 +124,7 @@ def sync(**changes: Any) -> Any:
 
 def test_metrics_are_those_of_the_replica(memory: Memory) -> None:
     """All instruments have the values of this replica, also where the other's differ."""
-    instruments = Instruments([memory.meter.get_meter("test")], "1")
-    instruments.begin(100, 2)
-    feed(instruments)
+    feed(joined())
     found, points = memory.values(), memory.points()
     assert memory.values() == found, "a value is exported only once"
     assert found["edit.iterations.done", ""] == 41 and found["edit.iterations.target", ""] == 100
@@ -130,11 +149,11 @@ def test_metrics_are_those_of_the_replica(memory: Memory) -> None:
 
 def test_unknown_values_are_left_out(memory: Memory) -> None:
     """Would catch NaN in a gauge, and an error where no detector is armed."""
-    instruments = Instruments([memory.meter.get_meter("test")], "1")
+    telemetry = joined()
     made = sync(clip=torch.full((3,), torch.nan))
     made.decision.verdict.scores.fill_(torch.nan)
-    instruments.on_sync(made)
-    instruments.on_iteration(Iteration(1, 1, float("nan"), None, None, 8, 8, 64, 0.1))
+    telemetry.on_sync(made)
+    telemetry.on_iteration(Iteration(1, 1, float("nan"), None, None, 8, 8, 64, 0.1))
     found = {name for name, _ in memory.values()}
     assert not {"edit.clip", "edit.z_score", "edit.loss"} & found and "edit.tokens" in found
 
@@ -143,7 +162,7 @@ def test_unknown_values_are_left_out(memory: Memory) -> None:
 def test_spans_divide_the_sync(memory: Memory, total: float) -> None:
     """The phases follow each other, and fill the whole sync, also if rounding makes it shorter."""
     seconds = report().seconds | {"total": total}
-    write_spans([memory.tracer.get_tracer("t")], sync(seconds=seconds), "1", int(2e18))
+    write_spans(memory.tracer.get_tracer("t"), sync(seconds=seconds), "1", int(2e18))
     *phases, whole = memory.exporter.get_finished_spans()
     assert whole.name == SYNC and [span.name for span in phases] == list(PHASES)
     assert (whole.start_time, whole.end_time) == (int(2e18) - int(total * 1e9), int(2e18))
@@ -161,7 +180,7 @@ def test_replicas_share_one_trace_per_sync(memory: Memory) -> None:
     assert trace_id_of(sync()) == trace_id_of(other)
     assert trace_id_of(sync()) != trace_id_of(sync(round=8))
     memory.ids.next_trace = trace_id_of(sync())
-    write_spans([memory.tracer.get_tracer("t")], sync(), "1")
+    write_spans(memory.tracer.get_tracer("t"), sync(), "1")
     traces = {span.context.trace_id for span in memory.exporter.get_finished_spans()}
     assert traces == {trace_id_of(other)}
 
@@ -169,22 +188,22 @@ def test_replicas_share_one_trace_per_sync(memory: Memory) -> None:
 def test_span_ids_leave_global_random_state(memory: Memory) -> None:
     """Megatron seeds it alike on all replicas, whose spans would have the same ids."""
     before = random.getstate()
-    write_spans([memory.tracer.get_tracer("t")], sync(), "1")
+    write_spans(memory.tracer.get_tracer("t"), sync(), "1")
     assert random.getstate() == before
 
 
 def test_telemetry_joins_global_providers(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with Megatron's --otel-enabled; --edit-telemetry then adds no second export."""
-    from opentelemetry import metrics, trace
-
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: memory.tracer)
-    monkeypatch.setattr(metrics, "get_meter_provider", lambda: memory.meter)
-    monkeypatch.setattr(Providers, "make", None)  # a call would fail
-    telemetry = Telemetry(TelemetryTargets(True, None, 1), "1")
-    with memory.tracer.get_tracer("host").start_as_current_span("megatron.train"):
+    telemetry = Telemetry("1", otlp=True, port=None)
+    with (
+        collector() as other,
+        memory.tracer.get_tracer("host").start_as_current_span("megatron.train"),
+    ):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", other.url)
         assert telemetry.begin({}, 100, 2)
         feed(telemetry)
-    telemetry.close()
+        telemetry.close()
+    assert not other.spans and not other.metrics
     assert memory.values()["edit.round", ""] == 7
     spans = {span.name: span for span in memory.exporter.get_finished_spans()}
     assert spans[SYNC].parent.span_id == spans["megatron.train"].context.span_id
@@ -199,71 +218,103 @@ def test_nothing_is_made_without_flags(monkeypatch: pytest.MonkeyPatch, is_insta
 
         monkeypatch.setattr(trace, "get_tracer_provider", trace.NoOpTracerProvider)
         monkeypatch.setattr(metrics, "get_meter_provider", metrics.NoOpMeterProvider)
-    telemetry = Telemetry(TelemetryTargets(False, None, 0), "0")
+    telemetry = Telemetry("0", otlp=False, port=None)
     telemetry.listen()
     assert not telemetry.begin({}, 100, 2)
     telemetry.close()
-
-
-def test_user_can_disable_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By OpenTelemetry's own variable: no port is opened."""
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    monkeypatch.setattr(Endpoint, "listen", None)
-    telemetry = Telemetry(TelemetryTargets(True, 9464, 0), "0")
-    telemetry.listen()
-    assert not telemetry.begin({}, 100, 2)
 
 
 @pytest.fixture
-def log_of_sdk() -> Iterator[logging.Logger]:
-    """Return OpenTelemetry's logger, and check that it is as before afterwards."""
-    logger = logging.getLogger("opentelemetry")
-    before = logger.propagate, list(logger.handlers)
-    yield logger
-    assert (logger.propagate, logger.handlers) == before
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what names the collector, to which exports are frequent."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    return lambda url: monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
 
 
 def test_unreachable_collector_delays_nothing(
-    log_of_sdk: logging.Logger, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    endpoint: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """More spans than the queue holds; at the end a few seconds, and one warning in all."""
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
+    endpoint(f"http://127.0.0.1:{free_ports(1)[0]}")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "20")
-    monkeypatch.setattr(exporters, "EXPORT_SECONDS", 1.0)
-    telemetry = Telemetry(TelemetryTargets(True, None, 1), "1")
+    monkeypatch.setattr(telemetry_module, "EXPORT_SECONDS", 1.0)
+    telemetry = Telemetry("1", otlp=True, port=None)
     assert telemetry.begin({}, 100, 2)
-    began = time.monotonic()
+    began, before = time.monotonic(), random.getstate()
     for _ in range(100):
         telemetry.on_sync(sync())
     assert time.monotonic() - began < 5
+    time.sleep(1.0)
     telemetry.close()
     assert time.monotonic() - began < 10
+    assert random.getstate() == before, "a retry has drawn from Python's random"
     text = capfd.readouterr().err
-    assert text.count("[edit] OpenTelemetry: ") == 1 and "Traceback" not in text
+    assert text.count("[edit] opentelemetry.") == 1 and "Traceback" not in text
 
 
-def test_forked_processes_export_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_that_hangs_ends_with_a_warning(
+    endpoint: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It accepts connections and never answers."""
+    monkeypatch.setattr(telemetry_module, "EXPORT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint(f"http://127.0.0.1:{server.getsockname()[1]}")
+        telemetry = Telemetry("1", otlp=True, port=None)
+        assert telemetry.begin({}, 100, 2)
+        feed(telemetry)
+        began = time.monotonic()
+        telemetry.close()
+        assert time.monotonic() - began < 5
+    text = capfd.readouterr().err
+    assert "[edit] the last telemetry could not be sent in 1 s (no answer), and is lost" in text
+
+
+def test_forked_processes_export_nothing(endpoint: Callable[[str], None]) -> None:
     """Workers of a data loader inherit the exporters, and would send copies of old values."""
-    pytest.importorskip("opentelemetry.sdk")
-    kind = SimpleNamespace(export=lambda batch: f"sent {batch}")
-    monkeypatch.setattr(exporters, "_exporter_class", lambda signal, protocol: lambda: kind)
-    exporter, owner = exporters._otlp_exporter(exporters.TRACES), os.getpid()
-    assert exporter.export([1]) == "sent [1]"
-    monkeypatch.setattr(os, "getpid", lambda: owner + 1)
-    assert exporter.export([1]).name == "SUCCESS"
+    before = random.getstate()
+    with collector() as found:
+        endpoint(found.url)
+        telemetry = Telemetry("1", otlp=True, port=None)
+        assert telemetry.begin({"edit.replica": "1"}, 100, 2)
+        if (child := os.fork()) == 0:
+            telemetry.on_sync(sync())
+            time.sleep(1.0)  # several exports
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not found.spans
+        telemetry.on_sync(sync())
+        telemetry.close()
+    assert [span.name for span in found.spans] == [*PHASES, SYNC]
+    assert random.getstate() == before, "an export has drawn from Python's random"
 
 
 def test_resource_attributes_of_the_environment_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the name of the service."""
     pytest.importorskip("opentelemetry.sdk")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "edit.strategy=mine,team=a")
-    made = exporters._resource({"edit.strategy": "edit", "edit.replica": "1"}).attributes
-    assert (made["edit.strategy"], made["edit.replica"], made["team"]) == ("mine", "1", "a")
-    assert made["service.name"] == "megatron-lm"
+    assert resource({"edit.strategy": "edit", "edit.replica": "1"}) >= {
+        ("edit.strategy", "mine"), ("edit.replica", "1"), ("team", "a"),
+        ("service.name", "megatron-lm"),
+    }  # fmt: skip
     monkeypatch.setenv("OTEL_SERVICE_NAME", "other")
-    assert exporters._resource({}).attributes["service.name"] == "other"
+    assert ("service.name", "other") in resource({})
+
+
+def resource(attributes: dict[str, str]) -> set[tuple[str, Any]]:
+    """Return the attributes of the process as they are exported."""
+    from megatron_edit.observe.otel_sdk import TRACES, make_providers
+
+    tracer, _ = make_providers([TRACES], attributes, has_port=False)
+    assert tracer is not None
+    tracer.shutdown()
+    return set(tracer.resource.attributes.items())
 
 
 @pytest.mark.parametrize(
@@ -283,15 +334,15 @@ def test_bad_variables_are_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as caught:
-        TelemetryTargets(True, None, 0).check(2)
+        check_telemetry(otlp=True, port=None, num_replicas=2)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("check", "package"),
     [
-        (lambda: TelemetryTargets(True, None, 0).check(2), "megatron_edit[metrics]"),
-        (lambda: TelemetryTargets(False, 9464, 0).check(2), "megatron_edit[metrics]"),
+        (lambda: check_telemetry(otlp=True, port=None, num_replicas=2), "megatron_edit[metrics]"),
+        (lambda: check_telemetry(otlp=False, port=9464, num_replicas=2), "megatron_edit[metrics]"),
         (lambda: check_mlflow("e"), "megatron_edit[mlflow]"),
     ],
     ids=["otlp", "prometheus", "mlflow"],
@@ -300,8 +351,7 @@ def test_missing_package_is_named_with_its_extra(
     check: Callable[[], None], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`find_spec` finds nothing, as in an environment without the extras."""
-    for module in ("exporters", "mlflow_run"):
-        monkeypatch.setattr(f"megatron_edit.observe.{module}.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_edit.observe.listeners.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed") as caught:
         check()
     assert f"pip install '{package}'" in str(caught.value)
@@ -310,26 +360,47 @@ def test_missing_package_is_named_with_its_extra(
 def test_ports_of_all_replicas_must_exist() -> None:
     """The last replica's port is checked, too."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
-    TelemetryTargets(False, 65534, 0).check(2)
+    check_telemetry(otlp=False, port=65534, num_replicas=2)
     with pytest.raises(UsageError, match="largest is 65535"):
-        TelemetryTargets(False, 65534, 0).check(3)
+        check_telemetry(otlp=False, port=65534, num_replicas=3)
 
 
 def test_used_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is free again after a close."""
     pytest.importorskip("prometheus_client")
-    monkeypatch.setattr(exporters, "PORT_SECONDS", 0.0)
     monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_HOST", "127.0.0.1")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port}.*cannot be listened at"):
-            Endpoint.listen(port)
+            Telemetry("0", otlp=False, port=port).listen()
     for _ in range(2):
-        endpoint = Endpoint.listen(port)
-        endpoint.close()
-        endpoint.close()
+        telemetry = Telemetry("0", otlp=False, port=port)
+        telemetry.listen()
+        telemetry.close()
+        telemetry.close()
+
+
+def test_port_has_metrics_beside_global_providers(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus and the providers of the process get the same values; after drift the port stays
+    open for some time."""
+    monkeypatch.setattr(telemetry_module, "LINGER_SECONDS", 1.0)
+    pytest.importorskip("opentelemetry.exporter.prometheus")
+    (port,) = free_ports(1)
+    telemetry = Telemetry("1", otlp=False, port=port)
+    telemetry.listen()
+    assert telemetry.begin({}, 100, 2)
+    feed(telemetry)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    assert re.search(r"^edit_round\{.*replica=\"1\"\} 7.0$", text, re.M)
+    assert memory.values()["edit.round", ""] == 7
+    began = time.monotonic()
+    telemetry.close()
+    assert 1 <= time.monotonic() - began < 10, "after drift it waits for a scrape"
 
 
 def test_event_log_passes_records_on() -> None:

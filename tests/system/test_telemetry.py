@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.observe.spans import PHASES, SYNC
+from megatron_edit.observe.telemetry import PHASES, SYNC
 from tests.harness import Flags, train
 from tests.harness.dashboards import as_grafana_sends, panel_queries, variable_queries
 from tests.harness.elastic_run import elastic_run
@@ -122,7 +122,7 @@ def _are_evaluated(server: Prometheus) -> bool:
 
 
 def test_prometheus_sees_drift(tmp_path: Path) -> None:
-    """The process waits for the next scrape, ends with code 3, and the alert fires."""
+    """The process waits for a scrape, ends with code 3, and the alert fires."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
     port = two_ports()
     with prometheus(tmp_path / "prometheus", [port, port + 1]) as server:
