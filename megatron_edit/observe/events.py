@@ -5,7 +5,8 @@
 | run.json, sync.jsonl, loss.jsonl | the writer rank of replica 0 |
 | replica-<r>.jsonl | the writer rank of replica r |
 
-Files of an earlier run are renamed when a run begins, before anything is written (`earlier_runs`).
+Files of an earlier run are renamed when a run begins, before anything is written; those of one run
+get one number.
 A full or missing disk never ends a training: there is one warning, lines wait in memory
 (`line_files`), and the number of lost lines is reported at the end.
 """
@@ -13,8 +14,9 @@ A full or missing disk never ends a training: there is one warning, lines wait i
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +29,6 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
-from megatron_edit.observe.earlier_runs import files_to_move, move_aside, next_number
 from megatron_edit.observe.line_files import MAX_WAITING_BYTES, LineWriter
 from megatron_edit.observe.listeners import Listener
 from megatron_edit.observe.records import (
@@ -41,6 +42,9 @@ from megatron_edit.observe.records import (
     replica_file,
 )
 from megatron_edit.observe.reports import digest_line, loss_rejections, sync_line, sync_summary
+
+_REPLICA = re.compile(r"replica-.+\.jsonl")
+_RENAMED = re.compile(r"(?:run|sync|loss|replica-.+)\.(\d+)\.jsonl?")
 
 
 class SyncTimers(Protocol):
@@ -424,3 +428,39 @@ def prepare_log_dir(path: str | None) -> Path | None:
             is_local=True,
         ) from error
     return folder
+
+
+def next_number(folder: Path) -> int:
+    """Return the smallest number above those of all files that were renamed so far."""
+    if not folder.is_dir():  # deleted just now; the log makes it again
+        return 1
+    found = (_RENAMED.fullmatch(path.name) for path in folder.iterdir())
+    return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+def files_to_move(folder: Path, own_file: str, all_files: Collection[str] | None) -> list[Path]:
+    """Return the files that this rank must move aside, in this order: its own and orphaned ones.
+
+    `run.json` is the last: once a reader finds a new one, all older files of its writer are moved.
+
+    Args:
+        folder: `--edit-log-dir`.
+        own_file: of this rank's replica.
+        all_files: of all replicas, where this rank writes the files of the run, too; else None.
+    """
+    mine = folder / own_file
+    if all_files is None:
+        return [mine]
+    unused = [path for path in folder.iterdir() if _REPLICA.fullmatch(path.name)
+              and path.name not in all_files and not _RENAMED.fullmatch(path.name)]  # fmt: skip
+    return [folder / SYNCS, folder / LOSSES, mine, *unused, folder / RUN]
+
+
+def move_aside(paths: Iterable[Path], number: int) -> None:
+    """Rename existing files to `sync.<number>.jsonl` and so on; nothing is overwritten."""
+    for path in paths:
+        free = number
+        while (old := path.with_suffix(f".{free}{path.suffix}")).exists():
+            free += 1
+        if path.exists():
+            path.rename(old)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.observe.earlier_runs import move_aside
+from megatron_edit.observe.events import move_aside
 from tests.harness.event_files import BATCH, SyntheticRun
 
 Line = dict[str, Any]
