@@ -25,8 +25,7 @@ from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
 from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
-from megatron_edit.tools.compare.page import markdown_table, write_report
-from megatron_edit.tools.compare.pictures import smoothed
+from megatron_edit.tools.compare.page import results_table, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
     Point,
@@ -44,6 +43,7 @@ from megatron_edit.tools.compare.traffic import (
     baseline_bytes,
     warmup_bytes,
 )
+from megatron_edit.tools.pages.drawing import smoothed
 
 SEQ = 10
 LINE = (
@@ -324,7 +324,7 @@ def test_diverged_run_is_reported_as_nan(tmp_path: Path) -> None:
 
 
 def test_table_shows_failures_and_differences() -> None:
-    lines = markdown_table(make_rows(outcome())).splitlines()
+    lines = results_table(make_rows(outcome())).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 3 and len({line.count("|") for line in table}) == 1
     assert "edit (failed: seed 2)" in table[-1] and "+0.5000" in table[-1]
@@ -382,21 +382,21 @@ def test_step_and_round_losses_are_smoothed_alike() -> None:
     Would catch a curve of A-EDiT, with one loss per round, that is smoothed more than others.
     """
     rng = np.random.default_rng(0)
+    tokens = np.linspace(100.0, 80_000.0, 800)
     losses = 3 + 5 / np.sqrt(np.arange(1, 801)) + rng.normal(size=800)
-    steps = [Point(i, 100.0 * i, float(i), loss) for i, loss in enumerate(losses.tolist(), 1)]
-    rounds = [Point(i, 100.0 * i, float(i), float(losses[i - 10 : i].mean()))
-              for i in range(10, 801, 10)]  # fmt: skip
     width = 80_000 / 25
-    (x, fine), (y, coarse) = smoothed(steps, width), smoothed(rounds, width)
+    x, fine = smoothed(tokens, losses, width)
+    y, coarse = smoothed(tokens[9::10], losses.reshape(-1, 10).mean(axis=1), width)
     assert x[0] == y[0] == 0 and x[-1] == y[-1] == 80_000
     inner = slice(20, -20)  # where the full window lies in the curve
     assert np.abs(fine - coarse)[inner].max() < 0.25 * np.std(np.diff(losses))
     place = 200
     window = losses[int((x[place] - width / 2) // 100) : int((x[place] + width / 2) // 100)]
     assert fine[place] == pytest.approx(window.mean(), abs=0.1)
-    odd = [*steps[:3], Point(4, 400.0, 4.0, math.nan), Point(5, 400.0, 5.0, 3.0), *steps[5:]]
-    assert np.isfinite(smoothed(odd, width)[1]).all()
-    assert [a.size for a in (*smoothed([], width), *smoothed(steps[:1], width))] == [0, 0, 1, 1]
+    losses[3] = math.nan
+    assert np.isfinite(smoothed(tokens, losses, width)[1]).all()
+    for count in (0, 1):
+        assert [a.size for a in smoothed(tokens[:count], losses[:count], width)] == [count] * 2
 
 
 def test_validation_losses_are_read_from_event_files(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_edit.observe.line_files import LineReader
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.series import MAX_POINTS, Bins, Rows
+from megatron_edit.tools.monitor.syncs import MAX_POINTS, Bins, Merge, Rows, last
 from megatron_edit.tools.pages.texts import duration
 from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun
 
@@ -78,10 +78,16 @@ def test_bins_keep_the_mean_in_bounded_memory() -> None:
 
 def test_rows_are_merged_by_their_reduction() -> None:
     """Vectors that become longer (units that appear later) are padded."""
-    rows = Rows({"sum": "sum", "max": "max", "mean": "mean", "last": "last"}, capacity=4)
+    merges: dict[str, Merge] = {
+        "sum": np.nansum,
+        "max": np.nanmax,
+        "mean": np.nanmean,
+        "last": last,
+    }
+    rows = Rows(merges, capacity=4)
     for number in range(11):
         row = np.arange(2.0 if number < 3 else 3.0) + number
-        rows.add(dict.fromkeys(("sum", "max", "mean", "last"), row))
+        rows.add(dict.fromkeys(merges, row))
     assert rows.width == 4 and rows.count == 11
     assert rows.column("sum")[:, 0].tolist() == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8 + 9 + 10]
     assert rows.column("last")[:, 1].tolist() == [4, 8, 11]
@@ -105,14 +111,12 @@ def test_run_statistics_match_event_lines(tmp_path: Path) -> None:
     assert run.syncs.share("exposed") == pytest.approx(
         exposed / (lines[-1]["time"] - lines[0]["time"])
     )
-    first, last = run.syncs.rows.column("unit_norm")[0], run.syncs.recent[-1]
+    first, newest = run.syncs.rows.column("unit_norm")[0], run.syncs.recent[-1]
     assert first == pytest.approx([np.mean(row) for row in lines[0]["norms"]])
     norms = np.array(lines[-1]["norms"])
-    assert (last.norm_min, last.norm_median, last.norm_max) == pytest.approx(
-        (norms.min(), np.median(norms), norms.max())
-    )
+    assert (newest.norm_min, newest.norm_max) == pytest.approx((norms.min(), norms.max()))
     effective = [1 / sum(w * w for w in row) for row in lines[-1]["weights"]]
-    assert last.effective == pytest.approx(np.median(effective))
+    assert newest.effective == pytest.approx(np.median(effective))
     assert run.progress == 0.65 and run.state == "running"
     fast, slow = run.replicas[0], run.replicas[2]  # speeds differ between syncs only
     assert slow.speed_between_syncs < 0.75 * fast.speed_between_syncs

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_edit.observe.earlier_runs import move_aside
+from megatron_edit.observe.events import move_aside
 from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.charts import MAX_ROWS, member_chart
 from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.membership import HubJournal
-from megatron_edit.tools.monitor.membership_chart import MAX_ROWS, membership_charts
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.elastic_event_files import (
     BEGAN_AT,
@@ -396,7 +396,8 @@ def test_picture_is_limited(tmp_path: Path) -> None:
     names = [f"n{number:02}" for number in range(60)]
     epochs = [SyntheticEpoch(tuple(names[number % 3 :]), 1) for number in range(600)]
     run = read(SyntheticElasticRun(epochs, nominal=60, tau=1).write(tmp_path))
-    (chart,) = membership_charts(run)
+    chart = member_chart(run)
+    assert chart is not None
     assert f"{60 - MAX_ROWS} more replicas are not shown." in chart.note
     assert len(chart.svg) < 1_000_000 and ">n00<" in chart.svg
 

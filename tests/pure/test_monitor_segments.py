@@ -18,8 +18,8 @@ import pytest
 from megatron_edit.config import EditConfig
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import list_findings
+from megatron_edit.tools.monitor.replicas import SpikeDetector
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.spikes import SpikeDetector
 from tests.harness.event_files import BATCH, SyntheticRun
 from tests.harness.resumed_event_files import RunPart, write_runs
 

@@ -13,12 +13,11 @@ import pytest
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.curves import RunCurves
+from megatron_edit.tools.monitor.page import Runs
 from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.summary import names_of
 from megatron_edit.tools.pages.drawing import svg_drawing
-from megatron_edit.tools.side_by_side.names import names_of
-from megatron_edit.tools.side_by_side.page import SideBySide
-from megatron_edit.tools.side_by_side.progress import RunCurves
-from megatron_edit.tools.side_by_side.results import lines_of
 from tests.harness.elastic_event_files import FENCED, SyntheticElasticRun, SyntheticEpoch
 from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun
 from tests.harness.resumed_event_files import RunPart, write_runs
@@ -90,7 +89,7 @@ def test_seconds_are_those_of_the_slowest_replica(tmp_path: Path) -> None:
     """All replicas wait for the slowest; would catch a sum over the replicas."""
     found = progress(SyntheticRun(slow={2: 2.0}, exposed=0.0).write(tmp_path))
     (tokens, seconds), last = found.seconds, 20 + 30 * 8
-    assert tokens[-1] == last * TOKENS and found.tokens == tokens[-1]
+    assert tokens[-1] == last * TOKENS and found.run.tokens == tokens[-1]
     lines = [json.loads(line) for line in (tmp_path / "replica-2.jsonl").read_text().splitlines()]
     steps = [line["seconds"] for line in lines if "seconds" in line]
     assert seconds[-1] == pytest.approx(sum(steps[2:]), rel=0.02)
@@ -108,8 +107,8 @@ def test_seconds_of_an_elastic_run_cover_replicas_that_come_and_go(tmp_path: Pat
     found = progress(logs)
     assert found.seconds[1][-1] == pytest.approx(36 * 10, rel=0.05)
     run = found.run
-    assert run.facts is not None and run.facts.seq_length is not None
-    assert found.tokens == run.syncs.samples * run.facts.seq_length
+    assert run.facts.seq_length is not None
+    assert found.run.tokens == run.syncs.samples * run.facts.seq_length
 
 
 def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
@@ -148,8 +147,7 @@ def test_files_without_sizes_have_no_curves(tmp_path: Path) -> None:
 
 
 def table(runs: list[MonitoredRun]) -> dict[str, list[str]]:
-    found = SideBySide.of(runs)
-    return {line[0]: line[1:] for line in lines_of(found.runs, found.width)}
+    return Runs.of(runs).results
 
 
 def test_table_agrees_with_the_event_files(tmp_path: Path) -> None:
@@ -192,11 +190,10 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
         odd = ["train.py", "--bf16", "--lr", "2e-3", "--use-edit", "--edit-clip", "10"]
         change = {"log_dir": str(folder)} | ({"clip": 3.0} if folder.name == "c" else {})
         change_run(folder, change, odd if folder.name == "b" else same)
-    found = SideBySide.of([read(folder) for folder in folders])
-    assert {each.name: each.values for each in found.settings} == {
-        "script": ("pretrain_gpt.py", "train.py", "pretrain_gpt.py"),
-        "--lr": ("1e-3", "2e-3", "1e-3"),
-        "--edit-clip": ("10.0", "10.0", "3.0"),
+    assert Runs.of([read(folder) for folder in folders]).settings == {
+        "script": ["pretrain_gpt.py", "train.py", "pretrain_gpt.py"],
+        "--lr": ["1e-3", "2e-3", "1e-3"],
+        "--edit-clip": ["10.0", "10.0", "3.0"],
     }
 
 

@@ -67,7 +67,7 @@ def check_elastic(training: MonitoredRun) -> None:
     Raises:
         UsageError: it has no hub.
     """
-    if training.journal is not None and training.facts is not None and not training.is_elastic:
+    if training.journal is not None and training.has_begun and not training.is_elastic:
         raise UsageError("--state-dir", "is of no use: this run has no hub", "leave it out")
 
 
@@ -89,9 +89,11 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     for training in trainings:
         read_all(training)
         check_elastic(training)
-    page, summary = _page_of(trainings)
+    from megatron_edit.tools.monitor.page import Runs
+
+    runs = Runs.of(trainings)
     try:
-        write_atomic(target, page)
+        write_atomic(target, runs.page().html())
     except OSError as error:
         raise _unusable(output, f"cannot be written ({error.strerror})") from None
     for training in trainings:
@@ -100,20 +102,9 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             sys.stderr.write(
                 to_one_line(f"megatron-edit report: {where}: {count} damaged lines left out") + "\n"
             )
+    summary = "" if is_single else runs.markdown() + "\n\n"
     sys.stdout.write(summary + to_one_line(f"page: {output}") + "\n")
     return 0
-
-
-def _page_of(trainings: Sequence[MonitoredRun]) -> tuple[str, str]:
-    """Return the page, and of several runs the summary for the console."""
-    if len(trainings) == 1:
-        from megatron_edit.tools.monitor.page import render_page
-
-        return render_page(trainings[0]), ""
-    from megatron_edit.tools.side_by_side.page import SideBySide, describe_runs, render_runs
-
-    found = SideBySide.of(trainings)
-    return render_runs(found), describe_runs(found) + "\n\n"
 
 
 def read_all(training: MonitoredRun) -> None:

@@ -49,7 +49,7 @@ def _watch(options: Namespace) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from megatron_edit.tools.monitor.frame import render_frame
+    from megatron_edit.tools.monitor.watch import render_frame
 
     training = MonitoredRun(options.folder, journal_of(options))
     read_all(training)
@@ -58,14 +58,14 @@ def _watch(options: Namespace) -> None:
     if options.once or not console.is_terminal or training.is_over:
         # A file has no width of its own.
         console = console if console.is_terminal else Console(width=120, file=sys.stdout)
-        console.print(render_frame(training, options.folder))
+        console.print(render_frame(training))
         return
-    first = render_frame(training, options.folder)
+    first = render_frame(training)
     with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for _ in _until_over(training):  # the last losses are written after the last iteration
             time.sleep(options.seconds)
             training.poll()
-            live.update(render_frame(training, options.folder), refresh=True)
+            live.update(render_frame(training), refresh=True)
 
 
 def _until_over(training: MonitoredRun) -> Iterator[None]:

@@ -6,37 +6,42 @@ import json
 import shlex
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.tools.compare.analysis import ComparisonResult, ComparisonRow, make_rows
 from megatron_edit.tools.compare.flags import model_of
-from megatron_edit.tools.compare.pictures import Picture, draw, smoothing_tokens
+from megatron_edit.tools.compare.pictures import draw
 from megatron_edit.tools.compare.statistics import Spread
-from megatron_edit.tools.pages import render
-from megatron_edit.tools.pages.tables import Column, cells_of, markdown_of
+from megatron_edit.tools.pages import (
+    Chart,
+    Column,
+    Finding,
+    Page,
+    Section,
+    cells_of,
+    markdown_meanings,
+    markdown_table,
+)
 from megatron_edit.tools.pages.texts import UNKNOWN, show_count
-
-TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def summary(outcome: ComparisonResult) -> str:
     """Return the summary for the console."""
-    return f"{_subtitle(outcome)}\n\n{markdown_table(make_rows(outcome))}"
+    return f"{_subtitle(outcome)}\n\n{results_table(make_rows(outcome))}"
 
 
 def write_report(folder: Path, outcome: ComparisonResult) -> Path:
     """Write compare.md, compare.json, compare.html and the plots; return the page's path."""
-    pictures = draw(folder, outcome)
+    charts = draw(folder, outcome)
     rows = json.dumps([asdict(row) for row in make_rows(outcome)])
     known = json.loads(rows, parse_constant=lambda _: None)  # null for a run that diverged
     record = {"rows": known, "failures": _failures(outcome)}
     texts = {
         "compare.json": json.dumps(record, indent=1, allow_nan=False) + "\n",
-        "compare.md": _markdown(outcome, pictures),
-        "compare.html": _html(outcome, pictures),
+        "compare.md": _markdown(outcome, charts),
+        "compare.html": _page(outcome, charts).html(),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -49,12 +54,6 @@ def _title(outcome: ComparisonResult) -> str:
     on = f" on {model}" if model else ""
     day = time.strftime("%Y-%m-%d")
     return f"Comparison of {', '.join(outcome.compared)}{on}, {socket.gethostname()}, {day}"
-
-
-def _curves(outcome: ComparisonResult) -> str:
-    """Return the note below the plots."""
-    tokens = show_count(smoothing_tokens(outcome))
-    return f"Curves are of the first seed; each training loss is a mean over {tokens} tokens."
 
 
 def _subtitle(outcome: ComparisonResult) -> str:
@@ -102,47 +101,40 @@ def _failures(outcome: ComparisonResult) -> list[str]:
     return [f"{run.name} {text}" for run, text in outcome.failures.items()]
 
 
-def _markdown(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
+def _markdown(outcome: ComparisonResult, charts: Mapping[str, Chart]) -> str:
     parts = [f"# {_title(outcome)}", _subtitle(outcome)]
     if failures := _failures(outcome):
         parts.append("Failed:\n\n" + "\n".join(f"- {text}" for text in failures))
-    parts.append(markdown_table(make_rows(outcome)))
-    if pictures:
-        parts += [f"![{picture.title}]({picture.path.name})" for picture in pictures]
-        parts.append(_curves(outcome))
+    parts.append(results_table(make_rows(outcome)))
+    parts += [f"![{chart.title}]({name})" for name, chart in charts.items()]
+    parts += [chart.text for chart in list(charts.values())[:1]]
     parts.append(_versions(outcome))
     parts.append("```\n" + "\n".join(_commands(outcome)) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _html(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
-    """Return the HTML page; it needs no other file and no network."""
-    from markupsafe import Markup  # comes with jinja2
-
-    values: dict[str, Any] = {
-        "title": _title(outcome),
-        "subtitle": _subtitle(outcome),
-        "failures": _failures(outcome),
-        "columns": [{"title": c.title, "meaning": c.meaning.replace("`", "")} for c in COLUMNS],
-        "rows": cells_of(COLUMNS, make_rows(outcome)),
-        "pictures": [picture._replace(svg=Markup(picture.svg)) for picture in pictures],
-        "curves": _curves(outcome),
-        "versions": _versions(outcome),
-        "runs": _commands(outcome),
-    }
-    return render(TEMPLATE, values)
+def _page(outcome: ComparisonResult, charts: Mapping[str, Chart]) -> Page:
+    rows = make_rows(outcome)
+    return Page(
+        title=_title(outcome),
+        subtitle=_subtitle(outcome),
+        names=[_name(row) for row in rows],
+        results=cells_of(COLUMNS, rows),
+        meanings={column.title: column.meaning.replace("`", "") for column in COLUMNS},
+        findings=[Finding("error", text) for text in _failures(outcome)],
+        sections=[
+            Section("Losses and bytes", charts=list(charts.values())),
+            Section("Versions and commands", _versions(outcome),
+                    code="\n".join(_commands(outcome))),
+        ],
+    )  # fmt: skip
 
 
 # ---- the table
 
 
 def _spread(spread: Spread | None, mean: str, deviation: str = "") -> str:
-    """Format the mean and, where there is one, the deviation.
-
-    Args:
-        spread: of a quantity.
-        mean, deviation: format specifications; an empty `deviation` leaves it out.
-    """
+    """Format the mean and, where there is one and it has a format, the deviation."""
     if spread is None:
         return UNKNOWN
     is_shown = deviation and spread.deviation is not None
@@ -168,7 +160,6 @@ def _name(row: ComparisonRow) -> str:
 
 
 COLUMNS: tuple[Column[ComparisonRow], ...] = (
-    Column("strategy", "with its own flags", _name),
     Column(
         "validation loss",
         "nats per token, of the last evaluation; with several seeds the mean ± their standard "
@@ -213,6 +204,10 @@ COLUMNS: tuple[Column[ComparisonRow], ...] = (
 )
 
 
-def markdown_table(rows: Sequence[ComparisonRow]) -> str:
-    """Return the table as Markdown, with the meaning of its columns below."""
-    return markdown_of(COLUMNS, rows)
+def results_table(rows: Sequence[ComparisonRow]) -> str:
+    """Return the table as Markdown, a line for each strategy, with the meaning of its columns."""
+    head = Column[ComparisonRow]("strategy", "with its own flags", _name)
+    columns = (head, *COLUMNS)
+    lines = [[column.cell(row) for column in columns] for row in rows]
+    table = markdown_table([column.title for column in columns], lines)
+    return f"{table}\n\n{markdown_meanings(columns)}"

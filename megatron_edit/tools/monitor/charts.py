@@ -1,11 +1,11 @@
-"""The charts of a run's page, each with a sentence for screen readers."""
+"""The charts of a run, each with a sentence for screen readers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,84 +22,60 @@ from matplotlib.ticker import (
 
 from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.observe.records import VALIDATION, Array
+from megatron_edit.tools.monitor.membership import MembershipHistory
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.summary import short_name
+from megatron_edit.tools.pages import Chart
 from megatron_edit.tools.pages.drawing import (
     COLORS,
     INK,
     MAX_STEPS,
     PAPER,
     SVG_INCHES,
+    Curve,
     Drawing,
-    legend_below,
     running_mean,
     svg_drawing,
 )
-from megatron_edit.tools.pages.texts import number, percent
+from megatron_edit.tools.pages.texts import (
+    join_names,
+    number,
+    percent,
+    plural,
+    short_name,
+    time_unit,
+)
 
 MANY_REPLICAS = 8  # more replicas are drawn as a band
 FLAT_SHARE = 0.005  # a curve that varies by less looks flat on an axis from zero
 SMOOTH_SHARE = 50  # a running mean spans 1 / 50 of a curve
 MAX_LABELS = 14
+MAX_ROWS = 48  # of the chart of members
+MAX_BARS = 256  # in a row, or lines of epochs; closer ones could not be told apart
 SAMPLES = "samples of all replicas"
-Curve = tuple[Array, Array]
+Maker = Callable[[MonitoredRun], Chart | None]
 
 
-class Chart(NamedTuple):
-    """One chart, or only its sentence where all values are the same.
-
-    Attributes:
-        title: of the chart.
-        svg: the picture; empty where it would be a flat line.
-        text: the content in a sentence.
-        note: how to read the chart; may be empty.
-    """
-
-    title: str
-    svg: str
-    text: str
-    note: str = ""
-
-
-def make_charts(run: MonitoredRun) -> Iterator[Chart]:
-    """Yield all charts that the run has data for."""
-    makers: list[Callable[[MonitoredRun], Chart | None]] = [
-        _loss_chart,
-        _validation_chart,
-        _speed_chart,
-    ]
-    if run.syncs.count:
-        makers += [
-            _unit_norm_chart,
-            _replica_norm_chart,
-            _score_chart,
-            _anomaly_chart,
-            _weight_chart,
-            _clip_chart,
-            _time_chart,
-            _byte_chart,
-        ]
-    for make in makers:
-        if (chart := make(run)) is not None:
-            yield chart
+def make_charts(run: MonitoredRun, *makers: Maker) -> list[Chart]:
+    """Return those of some charts that the run has data for."""
+    return [chart for make in makers if (chart := make(run)) is not None]
 
 
 # ---- over the length of a training
 
 
-def _loss_chart(run: MonitoredRun) -> Chart | None:
+def loss_chart(run: MonitoredRun) -> Chart | None:
     """Draw the training loss of each replica, the mean, and validation losses."""
     curves = [replica.losses.curve() for replica in run.replicas]
     if not any(x.size for x, _ in curves):
         return None
+    by_round = run.facts.has_one_loss_per_round
     with _line_chart("losses", _x_label(run), "loss (nats per token)") as drawing:
         axes = drawing.axes
-        _plot_by_replica(axes, run, [(x, _smooth(y)) for x, y in curves])
+        _plot_replicas(axes, run, [(x, _smooth(y)) for x, y in curves])
         x, y = run.losses.curve()
-        if x.size and len(curves) > 1 and run.has_one_loss_per_round:  # constant over a round
-            axes.plot(x, y, color=INK, linewidth=1.4, drawstyle="steps-pre", label="mean")
-        elif x.size and len(curves) > 1:
-            axes.plot(x, _smooth(y), color=INK, linewidth=1.6, label="mean")
+        if x.size and len(curves) > 1:  # one per round is constant over the round
+            axes.plot(x, y if by_round else _smooth(y), color=INK, label="mean",
+                      drawstyle="steps-pre" if by_round else "default")  # fmt: skip
         highest = limit_y_axis(axes, [y for _, y in curves])
         x, y = run.validation.curve()
         if x.size:
@@ -107,17 +83,14 @@ def _loss_chart(run: MonitoredRun) -> Chart | None:
             axes.plot(x, y, "D", color=PAPER, markeredgecolor=INK, markersize=5,
                       label=VALIDATION, clip_on=False, zorder=3)  # fmt: skip
         _mark_events(axes, run)
-    last = run.loss if math.isfinite(run.loss) else next(
-        (r.loss for r in run.replicas if math.isfinite(r.loss)), math.nan)  # fmt: skip
     note = f"Lines: training, running means of neighbours. {_band_note(run)}".strip()
-    if run.has_one_loss_per_round:
-        note += " Steps: means of rounds."
-    if VALIDATION in run.evaluations:
-        note += " Diamonds: validation."
-    return Chart("Loss", drawing.svg, f"Training loss; at present {number(last, '.4f')}.", note)
+    note += " Steps: means of rounds." if by_round else ""
+    note += " Diamonds: validation." if VALIDATION in run.evaluations else ""
+    text = f"Training loss; at present {number(run.latest_loss, '.4f')}."
+    return Chart("Loss", drawing.svg, text, note)
 
 
-def _validation_chart(run: MonitoredRun) -> Chart | None:
+def validation_chart(run: MonitoredRun) -> Chart | None:
     """Draw the validation losses alone, on an axis of their own."""
     x, y = run.validation.curve()
     if x.size < 2:
@@ -126,20 +99,19 @@ def _validation_chart(run: MonitoredRun) -> Chart | None:
         drawing.axes.plot(x, y, color=INK, label="validation loss", **_marker_style(x))
         _mark_events(drawing.axes, run)
         limit_y_axis(drawing.axes, [y])
-    text = (
-        f"Validation loss: {number(float(y[0]), '.4f')} at first, {number(float(y[-1]), '.4f')} at "
-        f"last, {number(float(y.min()), '.4f')} at its lowest."
-    )
+    first, last, lowest = (number(float(each), ".4f") for each in (y[0], y[-1], y.min()))
+    text = f"Validation loss: {first} at first, {last} at last, {lowest} at its lowest."
     return Chart("Validation loss", drawing.svg, text)
 
 
-def _speed_chart(run: MonitoredRun) -> Chart | None:
+def speed_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the tokens per second of each replica."""
     curves = [replica.speeds() for replica in run.replicas]
     means = [float(y.mean()) for _, y in curves if y.size]
     if not means:
         return None
     with _line_chart("speeds", _x_label(run), "thousand tokens/s") as drawing:
-        _plot_by_replica(drawing.axes, run, [(x, y / 1e3) for x, y in curves])
+        _plot_replicas(drawing.axes, run, [(x, y / 1e3) for x, y in curves])
         _mark_events(drawing.axes, run)
         drawing.axes.set_ylim(bottom=0)
     text = (
@@ -150,9 +122,59 @@ def _speed_chart(run: MonitoredRun) -> Chart | None:
     return Chart("Speed of each replica", drawing.svg, text, note)
 
 
+def member_chart(run: MonitoredRun) -> Chart | None:
+    """Draw who took part in an elastic run, over the seconds of training."""
+    membership, length = run.membership, run.syncs.elapsed
+    if membership.count < 2 or length <= 0:
+        return None
+    scale, unit = time_unit(length)
+    names = _shown_members(membership)
+    height = float(np.clip(1.3 + 0.24 * len(names), 2.4, 1.3 * SVG_INCHES[1]))
+    with svg_drawing("members", height=height) as drawing:
+        axes = drawing.axes
+        axes.grid(visible=False)
+        for place, name in enumerate(names):
+            spans = membership.spans[name]
+            starts = np.array([span.start for span in spans]) / scale
+            ends = np.array([span.end for span in spans]) / scale
+            # Gaps that could not be seen are left out.
+            gaps = np.flatnonzero(starts[1:] - ends[:-1] >= length / scale / MAX_BARS)
+            starts, ends = starts[[0, *(gaps + 1)]], ends[[*gaps, -1]]
+            axes.broken_barh(list(zip(starts, ends - starts, strict=True)), (place - 0.32, 0.64),
+                             facecolors=COLORS[5])  # fmt: skip
+            came, left = starts[starts > 0], ends if spans[-1].next_round else ends[:-1]
+            for x, marker, color in ((came, ">", COLORS[2]), (left, "X", COLORS[1])):
+                axes.plot(x, np.full(x.size, place), marker, color=color, markersize=6, zorder=3)
+        changes = [change.start / scale for change in membership.changes[1:]]
+        for start in changes[:: math.ceil(len(changes) / MAX_BARS) or 1]:
+            axes.axvline(start, color=INK, linewidth=0.8, linestyle=":", zorder=0)
+        _name_rows(axes, [short_name(name) for name in names])
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(-0.02 * length / scale, 1.02 * length / scale)
+        axes.set_xlabel(f"{unit} of training since the first sync")
+        for style, color, label in (("s", COLORS[5], "member"), (">", COLORS[2], "came"),
+                                    ("X", COLORS[1], "left"), (":", INK, "new epoch")):  # fmt: skip
+            axes.plot([], [], style, color=color, label=label)
+    text = (
+        f"Members by time: {len(membership.spans)} replicas in all, "
+        f"{plural(len(changes), 'change')} of the epoch; at the last sync "
+        f"{join_names([replica.name for replica in run.members])}."
+    )
+    note = "As of the syncs, without the time between two runs."
+    if hidden := len(membership.spans) - len(names):
+        note += f" {hidden} more replicas are not shown."
+    return Chart("Members", drawing.svg, text, note)
+
+
+def _shown_members(membership: MembershipHistory) -> list[str]:
+    """Return the replicas that are shown, by name: those that came and went are preferred."""
+    is_constant = {name: membership.num_syncs[name] == membership.count
+                   for name in membership.spans}  # fmt: skip
+    return sorted(sorted(is_constant, key=lambda name: (is_constant[name], name))[:MAX_ROWS])
+
+
 def _x_label(run: MonitoredRun) -> str:
-    """Return the name of the x axis: samples of all replicas where their steps are unequal."""
-    return SAMPLES if run.is_plotted_by_samples else "iteration"
+    return SAMPLES if run.facts.is_plotted_by_samples else "iteration"
 
 
 def _smooth(values: Array) -> Array:
@@ -162,12 +184,12 @@ def _smooth(values: Array) -> Array:
 
 def _mark_events(axes: Axes, run: MonitoredRun) -> None:
     """Draw vertical lines: end of warm-up, start of the final synchronous phase, resumes."""
-    assert run.facts is not None
-    batch = (run.facts.batch_size or 1) if run.is_plotted_by_samples else 1
+    facts = run.facts
+    batch = (facts.batch_size or 1) if facts.is_plotted_by_samples else 1
     first, last = axes.get_xlim()
-    final = [] if run.facts.last_local_step is None else [run.facts.last_local_step]
+    final = [] if facts.last_local_step is None else [facts.last_local_step]
     for places, style, label in (
-        ([run.facts.warmup_steps], ":", "end of warm-up"),
+        ([facts.warmup_steps], ":", "end of warm-up"),
         (final, "--", "final synchronous phase"),
         (run.resumed_at, "-.", "resumed"),
     ):
@@ -179,13 +201,8 @@ def _mark_events(axes: Axes, run: MonitoredRun) -> None:
 def limit_y_axis(axes: Axes, columns: Sequence[Array], share: float = 0.98) -> float:
     """Limit the y axis where the first, high losses or rare peaks would flatten the rest.
 
-    Args:
-        axes: of the chart.
-        columns: losses of all curves.
-        share: of the losses that are always shown.
-
-    Returns:
-        the highest loss that is shown; infinite without a limit.
+    At least this share of the losses is shown. Returns the highest one that is shown; infinity
+    without a limit.
     """
     values = np.concatenate([np.empty(0), *columns])
     if not values.size:
@@ -201,20 +218,22 @@ def limit_y_axis(axes: Axes, columns: Sequence[Array], share: float = 0.98) -> f
 # ---- by sync
 
 
-def _unit_norm_chart(run: MonitoredRun) -> Chart:
-    units = run.syncs.units
-    columns = list(units.values())
+def unit_norm_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the norms of the units' pseudo-gradients as a heat map."""
+    if not run.syncs.count:
+        return None
+    columns = list(run.syncs.units.values())
     table = _fill_gaps(run.syncs.rows.column("unit_norm")[:, columns]).T
     known = table[np.isfinite(table) & (table > 0)]
     low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
-    with _heat_map("norms", run, table, list(units)) as (drawing, image):
+    with _heat_map("norms", run, table, list(run.syncs.units)) as (drawing, image):
         image.set(norm=LogNorm(low, max(high, low * 1.001)), cmap="viridis")
         bar = drawing.figure.colorbar(image, pad=0.02, aspect=30)
         bar.set_label("norm (in units of the parameters)")
         _plain_logarithms(bar.ax.yaxis, (1, 2, 5) if high < 1000 * low else (1,))
         rollbacks = run.syncs.rows.column("unit_rollbacks")[:, columns]
         places, rows = np.nonzero(np.nan_to_num(rollbacks))
-        drawing.axes.plot(_sync_numbers(run)[places], rows, "x", color=COLORS[1], markersize=4)
+        drawing.axes.plot(_rounds(run)[places], rows, "x", color=COLORS[1], markersize=4)
     text = (
         "Norm of the pseudo-gradient of each unit, mean over the replicas, by sync: from "
         f"{number(low)} to {number(high)}."
@@ -223,7 +242,8 @@ def _unit_norm_chart(run: MonitoredRun) -> Chart:
     return Chart("Pseudo-gradient norms by unit", drawing.svg, text, note)
 
 
-def _replica_norm_chart(run: MonitoredRun) -> Chart | None:
+def replica_norm_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the norm of each replica's pseudo-gradient, relative to the median replica's."""
     norms = run.syncs.rows.column("replica_norm")
     known = np.isfinite(norms).any(axis=1)
     if len(run.replicas) < 2 or not known.any():
@@ -244,12 +264,12 @@ def _replica_norm_chart(run: MonitoredRun) -> Chart | None:
     return Chart("Pseudo-gradient norms by replica", drawing.svg, text, _band_note(run))
 
 
-def _score_chart(run: MonitoredRun) -> Chart | None:
-    assert run.facts is not None
-    scores = run.syncs.rows.column("replica_z")
-    if not run.facts.has_anomaly or not np.isfinite(scores).any():
+def score_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the z scores of the norms, by replica."""
+    scores, config = run.syncs.rows.column("replica_z"), run.facts.config
+    if config["no_anomaly"] or not np.isfinite(scores).any():
         return None
-    threshold = run.facts.anomaly_threshold
+    threshold = config["anomaly_threshold"]
     with _line_chart("scores", "sync", "standard deviations") as drawing:
         _plot_by_sync(drawing.axes, run, np.clip(scores, -4 * threshold, 4 * threshold))
         drawing.axes.axhline(threshold, color=COLORS[1], linestyle="--", label="left out above")
@@ -262,7 +282,8 @@ def _score_chart(run: MonitoredRun) -> Chart | None:
     return Chart("Anomaly scores", drawing.svg, text, note)
 
 
-def _anomaly_chart(run: MonitoredRun) -> Chart | None:
+def anomaly_chart(run: MonitoredRun) -> Chart | None:
+    """Draw which replicas were left out, as a heat map."""
     if not run.syncs.sums["anomalies"]:
         return None
     rows = run.syncs.rows
@@ -279,56 +300,52 @@ def _anomaly_chart(run: MonitoredRun) -> Chart | None:
     return Chart("Left out as anomalous", drawing.svg, text)
 
 
-def _weight_chart(run: MonitoredRun) -> Chart | None:
-    counts, title = run.syncs.rows.column("num_replicas")[:, 0], "Effective number of replicas"
-    if not run.is_elastic:
-        counts = np.full_like(counts, len(run.replicas))
-    count = int(counts.max())
-    if count < 2:
+def weight_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the effective number of replicas."""
+    rows, title = run.syncs.rows, "Effective number of replicas"
+    if not rows.count or (counts := rows.vector("num_replicas")).max() < 2:
         return None
-    middle, low, high = (
-        run.syncs.rows.column(f"effective{which}")[:, 0] for which in ("", "_min", "_max")
-    )
+    middle, low, high = (rows.vector(f"effective{which}") for which in ("", "_min", "_max"))
     if _is_flat(low, high):
         text = f"{number(float(low[-1]), '.2f')} of {counts[-1]:g}, of each unit at every sync."
         return Chart(title, "", text)
-    x = _sync_numbers(run)
+    x = _rounds(run)
     with _line_chart("weights", "sync", "replicas") as drawing:
         axes = drawing.axes
         axes.fill_between(x, low, high, color=COLORS[2], alpha=0.3, linewidth=0, label="all units")
         axes.plot(x, middle, color=COLORS[2], label="median unit", **_marker_style(x))
         if np.ptp(counts):
             axes.plot(x, counts, color=INK, linewidth=1, drawstyle="steps-pre", label="members")
-            axes.plot(x, counts / 2, color=COLORS[1], linestyle="--", linewidth=1,
-                      drawstyle="steps-pre", label="half")  # fmt: skip
-        else:
-            axes.axhline(count / 2, color=COLORS[1], linestyle="--", linewidth=1, label="half")
-        axes.set_ylim(0, 1.06 * count)
+        axes.plot(x, counts / 2, color=COLORS[1], linestyle="--", linewidth=1,
+                  drawstyle="steps-pre", label="half")  # fmt: skip
+        axes.set_ylim(0, 1.06 * counts.max())
         _mark_rollbacks(axes, run)
+    least, most = (f"{each:g}" for each in (counts.min(), counts.max()))
     text = (
-        f"Effective number of replicas, 1 / sum of squared weights, of {_range(counts)}: the "
-        "median unit "
-        f"has {number(float(np.nanmean(middle)), '.2f')} on average."
+        "Effective number of replicas, 1 / sum of squared weights, of "
+        f"{most if least == most else f'{least} to {most}'}: the median unit has "
+        f"{number(float(np.nanmean(middle)), '.2f')} on average."
     )
-    most = f"{count}" if not np.ptp(counts) else "The number of members"
-    note = f"{most} for equal weights, 1 where one replica has all the weight."
+    equal = most if least == most else "The number of members"
+    note = f"{equal} for equal weights, 1 where one replica has all the weight."
     return Chart(title, drawing.svg, text, note)
 
 
-def _clip_chart(run: MonitoredRun) -> Chart | None:
-    assert run.facts is not None
-    low, middle = (run.syncs.rows.column(name)[:, 0] for name in ("clip_min", "clip"))
-    if not run.facts.has_clip or not np.isfinite(low).any():
+def clip_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the clip factors of the averages."""
+    rows = run.syncs.rows
+    if run.facts.config["no_clip"] or not rows.count:
+        return None
+    low, middle = rows.vector("clip_min"), rows.vector("clip")
+    if not np.isfinite(low).any():
         return None
     if _is_flat(low, middle):
         text = f"{number(float(low[-1]), '.2f')} of each unit at every sync (1 is no clip)."
         return Chart("Clip factors", "", text)
-    x = _sync_numbers(run)
+    x = _rounds(run)
     with _line_chart("clips", "sync", "clip factor") as drawing:
-        drawing.axes.plot(x, middle, color=COLORS[0], label="median unit", **_marker_style(x))
-        drawing.axes.plot(
-            x, low, color=COLORS[1], linewidth=1, label="smallest", **_marker_style(x)
-        )
+        for y, color, label in ((middle, COLORS[0], "median unit"), (low, COLORS[1], "smallest")):
+            drawing.axes.plot(x, y, color=color, label=label, **_marker_style(x))
         drawing.axes.set_ylim(0, 1.06)
     text = (
         f"Clip factors by sync: the median unit's is {number(float(np.nanmean(middle)), '.2f')} on "
@@ -337,16 +354,17 @@ def _clip_chart(run: MonitoredRun) -> Chart | None:
     return Chart("Clip factors", drawing.svg, text, "1 is no clip.")
 
 
-def _time_chart(run: MonitoredRun) -> Chart:
+def time_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the exposed seconds of each sync, and its seconds in all."""
+    if not run.syncs.count:
+        return None
     parts = dict(zip(SYNC_TIMES, run.syncs.rows.column("seconds").T * 1e3, strict=True))
     with _line_chart("seconds", "sync", "milliseconds") as drawing:
         below = np.zeros_like(parts["total"])
         for color, name in ((4, "wait"), (5, "exchange"), (2, "outer")):
             _plot_bars(drawing.axes, run, parts[name], below, color=COLORS[color], label=name)
             below = below + parts[name]
-        drawing.axes.plot(
-            _sync_numbers(run), parts["total"], ".", color=INK, markersize=4, label="total"
-        )
+        drawing.axes.plot(_rounds(run), parts["total"], ".", color=INK, markersize=4, label="total")
         drawing.axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
     share = run.syncs.share("exposed")
     exposed = f"; exposed {percent(share)} of the time" if share is not None else ""
@@ -359,8 +377,11 @@ def _time_chart(run: MonitoredRun) -> Chart:
     return Chart("Time of syncs", drawing.svg, text, note)
 
 
-def _byte_chart(run: MonitoredRun) -> Chart:
-    sizes = run.syncs.rows.column("wire_bytes")[:, 0] / 1e6
+def byte_chart(run: MonitoredRun) -> Chart | None:
+    """Draw the bytes that a replica sends in each sync."""
+    if not run.syncs.count:
+        return None
+    sizes = run.syncs.rows.vector("wire_bytes") / 1e6
     total = f"{number(run.syncs.sums['wire_bytes'] / 1e6, ',.2f')} in all {run.syncs.count} syncs"
     title, note = "Bytes between replicas", "Payload; 1 MB = 10^6 bytes."
     if _is_flat(sizes):
@@ -377,12 +398,7 @@ def _byte_chart(run: MonitoredRun) -> Chart:
 
 @contextmanager
 def _line_chart(name: str, x: str, y: str) -> Iterator[Drawing]:
-    """Draw in the block; axis names and a legend are added after it.
-
-    Args:
-        name: of the chart.
-        x, y: names of the axes.
-    """
+    """Draw in the block; the names of the axes are added after it."""
     with svg_drawing(name) as drawing:
         yield drawing
         axes = drawing.axes
@@ -394,31 +410,27 @@ def _line_chart(name: str, x: str, y: str) -> Iterator[Drawing]:
         first, last = axes.get_xlim()
         if last - first < 1:  # a single point
             axes.set_xlim(first - 0.5, last + 0.5)
-        legend_below(axes)
 
 
 @contextmanager
 def _heat_map(
     name: str, run: MonitoredRun, table: Array, names: Sequence[str]
 ) -> Iterator[tuple[Drawing, AxesImage]]:
-    """Draw a heat map, one row per name and one column per sync; the block sets its colours.
-
-    Args:
-        name: of the chart.
-        run: whose syncs the columns are.
-        table: float64 [names, syncs].
-        names: of the rows.
-    """
+    """Draw a heat map, one row per name and one column per sync; the block sets its colours."""
     height = float(np.clip(1.2 + 0.2 * len(table), SVG_INCHES[1], 1.3 * SVG_INCHES[1]))
     with svg_drawing(name, height=height) as drawing:
         axes, edges = drawing.axes, _bar_edges(run)
         axes.grid(visible=False)
         box = (edges[0], edges[-1], len(table) - 0.5, -0.5)
-        every = math.ceil(len(names) / MAX_LABELS)
-        axes.set_yticks(range(0, len(names), every), list(names)[::every])
+        _name_rows(axes, names)
         axes.set_xlabel("sync")
         _integer_ticks(axes)
         yield drawing, axes.imshow(table, aspect="auto", extent=box)
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    every = math.ceil(len(names) / MAX_LABELS)
+    axes.set_yticks(range(0, len(names), every), list(names)[::every])
 
 
 def _integer_ticks(axes: Axes) -> None:
@@ -433,43 +445,27 @@ def _plain_logarithms(axis: Axis, steps: tuple[int, ...]) -> None:
 
 
 def _label(run: MonitoredRun, replica: int) -> str:
-    """Return the name of a replica in legends, given its number."""
     return f"replica {short_name(run.name_of(replica))}"
 
 
-def _range(counts: Array) -> str:
-    """Return the only count, or the smallest and the largest one."""
-    low, high = counts.min(), counts.max()
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+def _plot_by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
+    _plot_replicas(axes, run, [(_rounds(run), column) for column in table.T])
 
 
-def _plot_by_replica(axes: Axes, run: MonitoredRun, curves: Sequence[Curve]) -> None:
-    """Draw a line per replica, or a band where there are many."""
+def _plot_replicas(axes: Axes, run: MonitoredRun, curves: Sequence[Curve]) -> None:
+    """Draw a line per replica, or the band from the lowest to the highest where there are many."""
     if len(curves) <= MANY_REPLICAS:
         for replica, (x, y) in enumerate(curves):
-            axes.plot(x, y, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.75,
-                      label=_label(run, replica) if len(curves) > 1 else None)  # fmt: skip
+            label = _label(run, replica) if len(curves) > 1 else None
+            axes.plot(x, y, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.8,
+                      label=label, **_marker_style(x))  # fmt: skip
         return
-    places = max((x for x, _ in curves), key=len)
+    x = max((x for x, _ in curves), key=len)
     outside = {"left": math.nan, "right": math.nan} if run.is_elastic else {}  # no member there
-    _plot_band(
-        axes, places, np.array([np.interp(places, x, y, **outside) for x, y in curves if x.size])
-    )
-
-
-def _plot_by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
-    """Draw values by sync: a line per replica, or a band where there are many."""
-    x = _sync_numbers(run)
-    if table.shape[1] > MANY_REPLICAS:
-        _plot_band(axes, x, table.T)
-        return
-    for replica, column in enumerate(table.T):
-        axes.plot(x, column, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.85,
-                  label=_label(run, replica), **_marker_style(x))  # fmt: skip
-
-
-def _plot_band(axes: Axes, x: Array, table: Array) -> None:
-    """Draw the band from the lowest to the highest row, and the median row."""
+    table = np.array([
+        y if np.array_equal(x, own) else np.interp(x, own, y, **outside)
+        for own, y in curves if own.size
+    ])  # fmt: skip
     known = np.isfinite(table).any(axis=0)  # there are no scores before detectors are armed
     x, table = x[known], table[:, known]
     axes.fill_between(x, np.nanmin(table, axis=0), np.nanmax(table, axis=0), alpha=0.3,
@@ -478,7 +474,6 @@ def _plot_band(axes: Axes, x: Array, table: Array) -> None:
 
 
 def _band_note(run: MonitoredRun) -> str:
-    """Return how to read a band; empty where there is none."""
     many = len(run.replicas) > MANY_REPLICAS
     return "The band goes from the lowest replica to the highest." if many else ""
 
@@ -489,15 +484,14 @@ def _plot_bars(axes: Axes, run: MonitoredRun, values: Array, below: Array, **sty
 
 def _bar_edges(run: MonitoredRun) -> Array:
     """Return the left edges of the bars, and the right edge of the last one."""
-    x = _sync_numbers(run)
+    x = _rounds(run)
     half = max(0.5, (x[-1] - x[0]) / max(1, x.size - 1) / 2)
     return np.concatenate([[x[0] - half], (x[1:] + x[:-1]) / 2, [x[-1] + half]])
 
 
-def _sync_numbers(run: MonitoredRun) -> Array:
+def _rounds(run: MonitoredRun) -> Array:
     """Return the sync number of each row; the last one where a row merges several syncs."""
-    rounds: Array = run.syncs.rows.column("round")[:, 0]
-    return rounds
+    return run.syncs.rows.vector("round")
 
 
 def _fill_gaps(table: Array) -> Array:
@@ -510,7 +504,7 @@ def _fill_gaps(table: Array) -> Array:
 
 
 def _mark_rollbacks(axes: Axes, run: MonitoredRun) -> None:
-    places = _sync_numbers(run)[run.syncs.rows.column("rollbacks")[:, 0] > 0]
+    places = _rounds(run)[run.syncs.rows.vector("rollbacks") > 0]
     _draw_vertical_lines(axes, places.tolist(), "roll-back", color=COLORS[3], alpha=0.7)
 
 

@@ -16,85 +16,85 @@ from megatron_edit.tools.compare.flags import int_flag
 
 USUAL_EVAL_ITERS = 100  # Megatron's
 MAX_REPLICAS = 100_000  # far above any real run; each takes some kilobytes of memory
+_USED_SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+    "sync_interval": as_count, "sync_seconds": as_number, "delay_steps": as_count,
+    "anomaly_threshold": as_number, "no_anomaly": bool, "no_clip": bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumed from.
+    """The checkpoint that a run resumed from."""
 
-    Attributes:
-        iteration: of the checkpoint; under A-EDiT the step of replica 0.
-        samples: consumed by all replicas together until then.
-    """
-
-    iteration: int
-    samples: int
+    iteration: int  # under A-EDiT the step of replica 0
+    samples: int  # consumed by all replicas
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of `run.json`. Sizes are None in files of older versions.
+    """The contents of `run.json`. Sizes are None in files of older versions."""
 
-    Attributes:
-        config: all settings; those that `--edit-auto` chose last are as chosen.
-        strategy: the sync strategy.
-        num_replicas: N; in an elastic run how many it begins with.
-        is_elastic: whether the run has a hub: replicas have names, and come and go.
-        ranks_per_replica: K.
-        device: of the parameters.
-        host: name of a machine.
-        warmup_steps: W; 0 where the warm-up never ends.
-        sync_interval: tau, steps.
-        sync_seconds: tau_time.
-        delay_steps: d.
-        anomaly_threshold: delta, standard deviations.
-        num_choices: how often `--edit-auto` has chosen settings; None where they are given.
-        has_varying_rounds: whether the sync interval changes during training.
-        has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
-        versions: of the packages that affect the numbers.
-        argv: the command line.
-        eval_iters: batches of an evaluation, Megatron's default where not given.
-        train_iters: `--train-iters`.
-        last_local_step: the last step before the final synchronous phase; None where there is no
-            such phase.
-        batch_size: global, samples.
-        seq_length: tokens of a sample.
-        inside_bytes: bytes sent inside a replica per step.
-        has_segment: whether the file has `segment`; such runs also write end records.
-        resumed_from: None for a run that was not resumed, or an older file.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # those that `--edit-auto` chose last are as chosen
     strategy: Strategy
-    num_replicas: int
-    is_elastic: bool
+    num_replicas: int  # in an elastic run how many it begins with
     ranks_per_replica: int
     device: str
     host: str
-    warmup_steps: int
-    sync_interval: int
-    sync_seconds: float
-    delay_steps: int
-    anomaly_threshold: float
-    num_choices: int | None
-    has_varying_rounds: bool
-    has_anomaly: bool
-    has_clip: bool
+    warmup_steps: int  # 0 where the warm-up never ends
+    num_choices: int | None  # how often `--edit-auto` has chosen settings; None without it
     versions: Mapping[str, str]
     argv: tuple[str, ...]
-    eval_iters: int
     train_iters: int | None
-    last_local_step: int | None
+    last_local_step: int | None  # before the final synchronous phase; None without one
     batch_size: int | None
     seq_length: int | None
-    inside_bytes: float | None
-    has_segment: bool
+    inside_bytes: float | None  # sent inside a replica per step
+    has_segment: bool  # such runs also write end records
     resumed_from: ResumePoint | None
+
+    @property
+    def sync_interval(self) -> int:
+        """tau, steps."""
+        return int(self.config["sync_interval"])
+
+    @property
+    def delay_steps(self) -> int:
+        """d, steps."""
+        return int(self.config["delay_steps"])
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run has a hub: replicas have names, and come and go."""
+        return self.config.get("hub") is not None
 
     @property
     def has_unequal_steps(self) -> bool:
         """Whether replicas make unequal numbers of steps, so that samples give the position."""
         return self.strategy.is_timed or self.is_elastic
+
+    @property
+    def has_one_loss_per_round(self) -> bool:
+        """Whether `loss.jsonl` has one line for each round after the warm-up."""
+        return self.has_unequal_steps or self.config.get("interval", FIXED) != FIXED
+
+    @property
+    def is_plotted_by_samples(self) -> bool:
+        """Whether charts are by samples of all replicas; older files do not have them."""
+        return self.has_unequal_steps and self.has_segment
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens of an iteration of all replicas."""
+        known = self.batch_size and self.seq_length
+        return self.batch_size * self.seq_length if known else None  # type: ignore[operator]
+
+    @property
+    def eval_iters(self) -> int:
+        """Batches of an evaluation."""
+        try:
+            return int_flag(self.argv, "--eval-iters")
+        except (KeyError, ValueError):
+            return USUAL_EVAL_ITERS
 
     @classmethod
     def of(cls, text: str) -> Facts:
@@ -112,50 +112,29 @@ class Facts:
         )
         choices = _get({"choices": [], **found}, "choices", _choices)
         config = {**config, **(choices[-1] if choices else {})}
+        config |= {name: _get(config, name, read) for name, read in _USED_SETTINGS.items()}
         sizes = _get({"training": {}, **found}, "training", _mapping)
         strategy = _get(config, "strategy", _strategy)
-        positive = partial(as_count, least=1)
+        last_local_step = _get_or_none(sizes, "last_local_step", as_count)
         return cls(
             config=config,
             strategy=strategy,
             num_replicas=_get(topology, "num_replicas", _num_replicas),
-            is_elastic=config.get("hub") is not None,
-            ranks_per_replica=_get(topology, "ranks_per_replica", positive),
+            ranks_per_replica=_get(topology, "ranks_per_replica", partial(as_count, least=1)),
             device=_get(topology, "device", _text),
             host=_text(topology.get("host", "unknown")),
             warmup_steps=0 if strategy.endless_warmup else _get(config, "warmup_steps", as_count),
-            sync_interval=_get(config, "sync_interval", as_count),
-            sync_seconds=_get(config, "sync_seconds", as_number),
-            delay_steps=_get(config, "delay_steps", as_count),
-            anomaly_threshold=_get(config, "anomaly_threshold", as_number),
             num_choices=len(choices) if config.get("auto") else None,
-            has_varying_rounds=config.get("interval", FIXED) != FIXED,
-            has_anomaly=not _get(config, "no_anomaly", bool),
-            has_clip=not _get(config, "no_clip", bool),
             versions={name: _text(version) for name, version in versions.items()},
             argv=_get(found, "argv", _words),
-            eval_iters=_eval_iters(_get(found, "argv", _words)),
-            train_iters=_size(sizes, "train_iters", as_count),
-            last_local_step=(
-                _size(sizes, "last_local_step", as_count)
-                if config.get("final_sync_fraction")
-                else None
-            ),
-            batch_size=_size(sizes, "global_batch_size", as_count),
-            seq_length=_size(sizes, "seq_length", as_count),
-            inside_bytes=_size(sizes, "inside_bytes_per_step", as_number),
+            train_iters=_get_or_none(sizes, "train_iters", as_count),
+            last_local_step=last_local_step if config.get("final_sync_fraction") else None,
+            batch_size=_get_or_none(sizes, "global_batch_size", as_count),
+            seq_length=_get_or_none(sizes, "seq_length", as_count),
+            inside_bytes=_get_or_none(sizes, "inside_bytes_per_step", as_number),
             has_segment=found.get("segment") is not None,
-            resumed_from=_size(found, "segment", _resumed_from),
+            resumed_from=_get_or_none(found, "segment", _resumed_from),
         )
-
-
-def _resumed_from(value: Any) -> ResumePoint | None:
-    point = _mapping(value).get("resumed_from")
-    if point is None:
-        return None
-    return ResumePoint(
-        *(_get(_mapping(point), name, as_count) for name in ("iteration", "samples"))
-    )
 
 
 def _get[T](found: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:
@@ -167,8 +146,17 @@ def _get[T](found: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _size[T](sizes: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T | None:
-    return None if sizes.get(name) is None else _get(sizes, name, read)
+def _get_or_none[T](found: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T | None:
+    return None if found.get(name) is None else _get(found, name, read)
+
+
+def _resumed_from(value: Any) -> ResumePoint | None:
+    point = _mapping(value).get("resumed_from")
+    if point is None:
+        return None
+    return ResumePoint(
+        *(_get(_mapping(point), name, as_count) for name in ("iteration", "samples"))
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -177,24 +165,19 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _choices(value: Any) -> list[Mapping[str, Any]]:
-    """Return the settings that `--edit-auto` has chosen, in this order."""
+def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError("no list")
-    return [_get(_mapping(choice), "settings", _mapping) for choice in value]
+    return value
+
+
+def _choices(value: Any) -> list[Mapping[str, Any]]:
+    """Return the settings that `--edit-auto` has chosen, in this order."""
+    return [_get(_mapping(choice), "settings", _mapping) for choice in _list(value)]
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise ValueError("no list")
-    return tuple(_text(word) for word in value)
-
-
-def _eval_iters(argv: tuple[str, ...]) -> int:
-    try:
-        return int_flag(argv, "--eval-iters")
-    except (KeyError, ValueError):
-        return USUAL_EVAL_ITERS
+    return tuple(map(_text, _list(value)))
 
 
 def _strategy(value: Any) -> Strategy:

@@ -8,72 +8,51 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_edit.config import STEP_COUNT_SETTINGS, EditConfig
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.elastic.hub_state import LeaveReason, failed_joins_text
 from megatron_edit.errors import UsageError
-from megatron_edit.observe.records import FAILED
+from megatron_edit.observe.records import FAILED, Ending
 from megatron_edit.tools.monitor.facts import Facts
-from megatron_edit.tools.monitor.membership import MemberSpan, describe_end, is_fault
+from megatron_edit.tools.monitor.membership import MemberSpan, describe_end, end_after, is_fault
+from megatron_edit.tools.monitor.replicas import Spike
 from megatron_edit.tools.monitor.run import LOST, MonitoredRun
-from megatron_edit.tools.monitor.spikes import Spike
-from megatron_edit.tools.monitor.summary import end_of
-from megatron_edit.tools.monitor.syncs import LossRejections
-from megatron_edit.tools.pages.texts import MAX_NAMES_SHOWN, duration, number, percent
+from megatron_edit.tools.pages import LEVELS, Finding
+from megatron_edit.tools.pages.texts import MAX_NAMES_SHOWN, duration, number, percent, plural
 
 EXPOSED_SHARE = 0.05
 WAIT_SHARE = 0.10
 ANOMALY_SHARE = 0.05
 SLOW_SHARE = 0.8
 SKIPPED_SHARE = 0.01
-LEVELS = ("error", "warning", "note")  # worst first
 A_EDIT = "a-edit"
 LEAVE_VERBS: Mapping[str, str] = {  # by the reason in the hub's journal
     LeaveReason.EVICTED: "was evicted by the hub",
     LeaveReason.DRIFTED: "was evicted by the hub, as its state differed from the others',",
 }
+_error, _warning, _note = (partial(Finding, level) for level in LEVELS)
 
 
-class MonitorFinding(NamedTuple):
-    """One problem of a run.
-
-    Attributes:
-        level: one of `LEVELS`; an error means a failed run, drift between replicas, or damaged
-            lines.
-        text: sentences, with a remedy.
-    """
-
-    level: str
-    text: str
-
-
-_error, _warning, _note = (partial(MonitorFinding, level) for level in LEVELS)
-
-
-def list_findings(run: MonitoredRun) -> list[MonitorFinding]:
+def list_findings(run: MonitoredRun) -> list[Finding]:
     """Return all findings, worst first."""
     return sorted(_all_findings(run), key=lambda finding: LEVELS.index(finding.level))
 
 
-def _all_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _all_findings(run: MonitoredRun) -> Iterator[Finding]:
+    if not run.has_begun:
+        return
     yield from _end_findings(run)
     yield from _file_findings(run)
     yield from _loss_findings(run)
-    facts = run.facts
-    if facts is None:
-        return
-    if facts.is_elastic:
-        yield from _membership_findings(run, facts)
-    yield from _speed_finding(run, facts)
-    if not run.syncs.count:
-        yield _note(_no_sync_text(facts))
-        return
-    yield from _weight_findings(run, facts)
+    if run.is_elastic:
+        yield from _membership_findings(run)
+    yield from _speed_finding(run)
+    yield from _weight_findings(run) if run.syncs.count else [_note(_no_sync_text(run.facts))]
 
 
-def _end_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _end_findings(run: MonitoredRun) -> Iterator[Finding]:
     if run.failure is not None:
         replica, end = run.failure
         reason = f": {end.reason}" if end.reason else ""
@@ -83,18 +62,18 @@ def _end_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
         yield _warning(
             f"No line for {duration(run.silence)}, and no end record: the run was killed or hangs.",
         )
-    if lost := run.lines_lost:
+    if lost := sum(end.lines_lost for replica in run.replicas for end in replica.ends):
         yield _warning(
-            f"{lost} line{'s' if lost > 1 else ''} of the event files could not be written: look "
+            f"{plural(lost, 'line')} of the event files could not be written: look "
             "at the disk of --edit-log-dir.",
         )
 
 
-def _file_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _file_findings(run: MonitoredRun) -> Iterator[Finding]:
     if run.drift is not None:
-        number, replica = run.drift
+        sync, replica = run.drift
         yield _error(
-            f"After sync {number} the parameters of replica {run.name_of(replica)} differed "
+            f"After sync {sync} the parameters of replica {run.name_of(replica)} differed "
             "from those of the other replicas (digests differ): the run cannot be trusted from "
             "there.",
         )
@@ -102,17 +81,14 @@ def _file_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
         yield _error(f"Lines that could not be read and were skipped: {lines}.")
     if missing := run.missing:
+        speed = "cannot be computed without it"
+        if run.speed is not None:
+            speed = "are estimated from the others"
         yield _warning(
             f"No file of replica {_join_replicas(run, missing)} in this folder: with one launch "
             "per replica, --edit-log-dir must be a folder that all machines share. "
-            f"Tokens/s and time left {_speed_estimate_text(run)}.",
+            f"Tokens/s and time left {speed}.",
         )
-
-
-def _speed_estimate_text(run: MonitoredRun) -> str:
-    if run.speed is None:
-        return "cannot be computed without it"
-    return "are estimated from the others"
 
 
 def _join_replicas(run: MonitoredRun, numbers: Sequence[int]) -> str:
@@ -121,12 +97,26 @@ def _join_replicas(run: MonitoredRun, numbers: Sequence[int]) -> str:
     )
 
 
-def _membership_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
+# ---- members of an elastic run
+
+
+def end_of(run: MonitoredRun, span: MemberSpan) -> Ending | None:
+    """Return the end record of the process that was a member; None where it wrote none."""
+    ends = next((replica.ends for replica in run.replicas if replica.name == span.name), [])
+    return end_after(span, ends)
+
+
+def _reason_of(run: MonitoredRun, span: MemberSpan) -> str | None:
+    return None if run.journal is None else run.journal.reason_of(span)
+
+
+def _membership_findings(run: MonitoredRun) -> Iterator[Finding]:
     """Yield findings on replicas that were lost, and on the hub, of an elastic run."""
     faults: dict[str, list[MemberSpan]] = defaultdict(list)
     for name, spans in sorted(run.membership.spans.items()):
         for span in spans:
-            if span.next_round is not None and _is_fault(run, span):
+            has_left = span.next_round is not None
+            if has_left and is_fault(_reason_of(run, span), end_of(run, span)):
                 faults[name].append(span)
     last = sorted(faults.values(), key=lambda spans: -(spans[-1].next_round or 0))
     for spans in last[:MAX_NAMES_SHOWN]:
@@ -134,33 +124,22 @@ def _membership_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFin
         yield (_note if is_back else _warning)(_fault_text(run, spans, is_back=is_back))
     if (more := len(last) - MAX_NAMES_SHOWN) > 0:
         yield _warning(f"{more} more replica{'s were' if more > 1 else ' was'} lost.")
-    members = len(run.members)
-    if run.membership.members and members < facts.num_replicas and not run.is_over:
-        yield _note(f"{members} of nominally {facts.num_replicas} replicas take part.")
-    failed_joins = {} if run.journal is None else run.journal.failed_joins
-    for name, count in sorted(failed_joins.items()):
+    members, nominal = len(run.members), run.facts.num_replicas
+    if run.membership.members and members < nominal and not run.is_over:
+        yield _note(f"{members} of nominally {nominal} replicas take part.")
+    if run.journal is None:
+        return
+    for name, count in sorted(run.journal.failed_joins.items()):
         if count > 1:
             yield _warning(f"Replica {name} was lost{failed_joins_text(count)}.")
-    if run.journal is not None and (starts := run.journal.term - 1) > 0:
-        yield _note(f"The hub was started again {starts} time{'s' if starts > 1 else ''}.")
-
-
-def _is_fault(run: MonitoredRun, span: MemberSpan) -> bool:
-    reason = None if run.journal is None else run.journal.reason_of(span)
-    return is_fault(reason, end_of(run, span))
+    if (starts := run.journal.term - 1) > 0:
+        yield _note(f"The hub was started again {plural(starts, 'time')}.")
 
 
 def _fault_text(run: MonitoredRun, spans: Sequence[MemberSpan], *, is_back: bool) -> str:
-    """Return the text for one replica.
-
-    Args:
-        run: the run.
-        spans: after which it was lost, in order.
-        is_back: whether it has come back since.
-    """
+    """Return the text for one replica, given the spans after which it was lost."""
     last, end = spans[-1], end_of(run, spans[-1])
-    recorded = None if run.journal is None else run.journal.reason_of(last)
-    verb = LEAVE_VERBS.get(recorded or "", "was lost")
+    verb = LEAVE_VERBS.get(_reason_of(run, last) or "", "was lost")
     times = "" if len(spans) == 1 else f" (the last of {len(spans)} times)"
     how = describe_end(end)
     if end is not None and end.end == FAILED and end.reason:
@@ -171,7 +150,10 @@ def _fault_text(run: MonitoredRun, spans: Sequence[MemberSpan], *, is_back: bool
     return f"{text} Look at its output, and start it again under the same name."
 
 
-def _loss_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
+# ---- losses
+
+
+def _loss_findings(run: MonitoredRun) -> Iterator[Finding]:
     spikes: dict[int, list[tuple[int, Spike]]] = defaultdict(list)
     for replica in run.replicas:
         if replica.spikes.worst is not None:
@@ -179,14 +161,13 @@ def _loss_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     for iteration in sorted(spikes)[:MAX_NAMES_SHOWN]:
         yield _warning(_spike_text(run, spikes[iteration]))
     skipped = {
-        replica.number: replica.num_skipped / replica.num_iterations
+        replica.name: replica.num_skipped / replica.num_iterations
         for replica in run.replicas
         if replica.num_skipped > SKIPPED_SHARE * max(1, replica.num_iterations)
     }
-    for replica_number, share in list(skipped.items())[:MAX_NAMES_SHOWN]:
+    for name, share in list(skipped.items())[:MAX_NAMES_SHOWN]:
         yield _warning(
-            f"Replica {run.name_of(replica_number)} has no finite loss for {percent(share)} "
-            "of its iterations.",
+            f"Replica {name} has no finite loss for {percent(share)} of its iterations.",
         )
 
 
@@ -199,7 +180,7 @@ def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
         whose = "all replicas" if len(replicas) > 1 else "the replica"
     back = "it has not recovered"
     if spike.length:
-        back = f"it recovered after {spike.length} iteration{'s' if spike.length > 1 else ''}"
+        back = f"it recovered after {plural(spike.length, 'iteration')}"
     others = max(run.replicas[replica].spikes.count for replica in replicas) - 1
     more = f" ({others} more, smaller)" if others else ""
     return (
@@ -208,6 +189,9 @@ def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
         f"{number(spike.mean, '.4g')} before; {back}{more}. Look at the data of that iteration, "
         "the learning rate and the gradient norms."
     )
+
+
+# ---- syncs
 
 
 def _no_sync_text(facts: Facts) -> str:
@@ -219,12 +203,14 @@ def _no_sync_text(facts: Facts) -> str:
     )
 
 
-def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
-    syncs = run.syncs
+def _weight_findings(run: MonitoredRun) -> Iterator[Finding]:
+    syncs, facts = run.syncs, run.facts
     if syncs.low_effective >= WATCHED_SYNCS:
+        fewer = f"than {syncs.half:g} effective replicas"
+        if run.is_elastic:
+            fewer = "effective replicas than half of the members"
         yield _warning(
-            f"For {syncs.low_effective} syncs in a row the median unit had fewer "
-            f"{_fewer_text(run)}: "
+            f"For {syncs.low_effective} syncs in a row the median unit had fewer {fewer}: "
             f"{_join((_raise_temperature(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
@@ -239,46 +225,38 @@ def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding
                 f"{percent(share)} of its units and syncs: look at its data and "
                 "hardware.",
             )
-    for replica, rejections in sorted(syncs.loss_rejections.items())[:MAX_NAMES_SHOWN]:
-        yield _warning(_rejection_text(run.name_of(replica), rejections))
+    for replica, (count, iteration, loss, others) in sorted(syncs.loss_rejections.items())[
+        :MAX_NAMES_SHOWN
+    ]:
+        comparison = ""
+        if math.isfinite(others):
+            comparison = f", the others' median {number(others, '.4g')}"
+        yield _warning(
+            f"Replica {run.name_of(replica)} was left out of {plural(count, 'sync')} because of "
+            f"its loss: before the last one, at iteration {iteration:,}, its mean loss was "
+            f"{number(loss, '.4g')}{comparison}. Look at the data that it read there.",
+        )
     if rollbacks := int(syncs.sums["rollbacks"]):
         yield _warning(
-            f"{rollbacks} roll-back{'s' if rollbacks > 1 else ''}: units "
-            "whose replicas were all left out went back to their anchor.",
+            f"{plural(rollbacks, 'roll-back')}: units whose replicas were all left out went back "
+            "to their anchor.",
         )
 
 
-def _fewer_text(run: MonitoredRun) -> str:
-    if run.is_elastic:
-        return "effective replicas than half of the members"
-    return f"than {run.syncs.half:g} effective replicas"
-
-
-def _rejection_text(replica: str, rejections: LossRejections) -> str:
-    count, comparison = rejections.num_syncs, ""
-    if math.isfinite(rejections.others):
-        comparison = f", the others' median {number(rejections.others, '.4g')}"
-    return (
-        f"Replica {replica} was left out of {count} sync{'s' if count > 1 else ''} because of its "
-        f"loss: before the last one, at iteration {rejections.iteration:,}, its mean loss was "
-        f"{number(rejections.loss, '.4g')}{comparison}. Look at the data that it read there."
-    )
-
-
-def _speed_finding(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
+def _speed_finding(run: MonitoredRun) -> Iterator[Finding]:
     """Yield at most one finding: on waiting, a slow replica or exposed syncs."""
-    exposed, wait = run.syncs.share("exposed"), run.syncs.share("wait")
+    facts, exposed, wait = run.facts, run.syncs.share("exposed"), run.syncs.share("wait")
     is_waiting = wait is not None and wait > WAIT_SHARE
     slow = _slow_replica(run, is_waiting=is_waiting)
     if is_waiting:
+        who = "The leader" if run.is_elastic else "Replica 0"
         why = "" if slow is None else f", as replica {slow[0]} is slow ({slow[1]})"
         remedies = (
             _use_a_edit(facts),
             "look at " + ("what delays them" if slow is None else "its machine"),
         )
         yield _warning(
-            f"{_timed_replica(run)} waited for the others {percent(wait)} of the time{why}: "
-            f"{_join(remedies)}.",
+            f"{who} waited for the others {percent(wait)} of the time{why}: {_join(remedies)}.",
         )
     elif slow is not None and facts.strategy.is_timed:
         yield _note(f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}.")
@@ -290,18 +268,10 @@ def _speed_finding(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
         )
 
 
-def _timed_replica(run: MonitoredRun) -> str:
-    """Return whose times the lines of syncs have."""
-    return "The leader" if run.is_elastic else "Replica 0"
-
-
 def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[str, str] | None:
     """Return the slowest replica and its speed as text; None where none is much slower.
 
-    Args:
-        run: the run.
-        is_waiting: whether replica 0, or the leader, waits for the others, so that it cannot be
-            the slow one.
+    Replica 0, or the leader, cannot be the slow one if it waits for the others.
     """
     speeds = {replica.name: replica.speed_between_syncs for replica in run.members}
     speeds = {replica: speed for replica, speed in speeds.items() if math.isfinite(speed)}
@@ -323,12 +293,7 @@ def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[str, str] | N
 
 
 def _is_valid(facts: Facts, **changes: Any) -> bool:
-    """Return whether the settings of a run, with some changes, are valid.
-
-    Args:
-        facts: of the run.
-        changes: new values, by the names of the settings.
-    """
+    """Return whether the settings of a run, with some changes, are valid."""
     if facts.is_elastic:
         changes["num_replicas"] = None  # as given; `run.json` has the nominal number
     known = {spec.name for spec in dataclasses.fields(EditConfig)} & facts.config.keys()

@@ -31,15 +31,7 @@ NO_END = "no end record"
 class MemberSpan:
     """Consecutive syncs with one replica as a member.
 
-    Attributes:
-        name: of the replica.
-        first_round: number of the first of these syncs.
-        began_at: Unix seconds of that sync.
-        start, end: seconds of training (`Syncs.elapsed`).
-        epoch: of the last of these syncs.
-        next_round: number of the first sync without it; None while it is a member.
-        next_epoch: of that sync.
-        returned_at: Unix seconds of its next sync as a member; infinite before.
+    `start` and `end` are seconds of training (`Syncs.elapsed`), other times are Unix seconds.
     """
 
     name: str
@@ -47,27 +39,17 @@ class MemberSpan:
     began_at: float
     start: float
     end: float
-    epoch: int
-    next_round: int | None = None
+    epoch: int  # of the last of these syncs
+    next_round: int | None = None  # the first sync without it; None while it is a member
     next_epoch: int = 0
     returned_at: float = math.inf
 
 
 class MembershipChange(NamedTuple):
-    """A new epoch, as the first sync in it shows it.
+    """A new epoch, as the first sync in it shows it."""
 
-    Attributes:
-        time: Unix seconds of that sync.
-        start: seconds of training (`Syncs.elapsed`) until the sync before.
-        round: number of that sync.
-        epoch: its number.
-        members: all members of the epoch.
-        came: members of this sync that were none of the one before.
-        left: members of the sync before that are none of this one.
-    """
-
-    time: float
-    start: float
+    time: float  # Unix seconds
+    start: float  # seconds of training until the sync before
     round: int
     epoch: int
     members: tuple[str, ...]
@@ -77,33 +59,19 @@ class MembershipChange(NamedTuple):
 
 @dataclass
 class MembershipHistory:
-    """The members of all syncs of an elastic run.
+    """The members of all syncs of an elastic run."""
 
-    Attributes:
-        epoch: of the newest sync; 0 before the first.
-        members: of the newest sync; empty before the first sync of a run.
-        changes: all epochs with a sync, the first one included.
-        spans: of each replica, in order.
-        num_syncs: syncs of each replica as a member.
-        count: syncs so far.
-    """
-
-    epoch: int = 0
-    members: tuple[str, ...] = ()
-    changes: list[MembershipChange] = field(default_factory=list)
+    epoch: int = 0  # of the newest sync
+    members: tuple[str, ...] = ()  # of the newest sync; empty before the first sync of a run
+    changes: list[MembershipChange] = field(default_factory=list)  # the first epoch included
     spans: dict[str, list[MemberSpan]] = field(default_factory=lambda: defaultdict(list))
     num_syncs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    count: int = 0
+    count: int = 0  # of all syncs
     _elapsed: float = 0.0
     _current: dict[str, MemberSpan] = field(default_factory=dict)
 
     def add(self, sync: SyncRecord, elapsed: float) -> None:
-        """Add a sync.
-
-        Args:
-            sync: with members.
-            elapsed: seconds of training until then (`Syncs.elapsed`).
-        """
+        """Add a sync with members, and the seconds of training until then."""
         assert sync.epoch is not None, "a sync without an epoch"
         came = tuple(name for name in sync.members if name not in self._current)
         left = tuple(self._current.pop(name) for name in sorted(self._current)
@@ -139,14 +107,7 @@ class MembershipHistory:
 
 
 class RecordedLeave(NamedTuple):
-    """A `leave` of the journal.
-
-    Attributes:
-        time: Unix seconds, by the hub's clock.
-        epoch: in which the replica left.
-        name: of the replica.
-        reason: `lost`, for example.
-    """
+    """A `leave` of the journal; the time is that of the hub's clock."""
 
     time: float
     epoch: int
@@ -155,20 +116,7 @@ class RecordedLeave(NamedTuple):
 
 
 class HubJournal:
-    """The journal of a hub, read while it grows.
-
-    Args:
-        folder: `--state-dir` of the hub.
-
-    Attributes:
-        file: the journal.
-        term: starts of the hub so far.
-        epoch: newest one; 0 before the first.
-        leader: of the newest epoch; empty before it.
-        joining: replicas that have joined and are not members yet.
-        leaves: of each replica, in order.
-        failed_joins: replicas that were lost before they took part, and how often in a row.
-    """
+    """The journal of a hub in its `--state-dir`, read while it grows."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -176,9 +124,10 @@ class HubJournal:
 
     def _reset(self) -> None:
         self.file = LineReader(self._folder / FILE_NAME)
-        self.term, self.epoch, self.leader = 0, 0, ""
+        self.term, self.leader = 0, ""  # starts of the hub; of the newest epoch
         self.joining: set[str] = set()
         self.leaves: dict[str, list[RecordedLeave]] = defaultdict(list)
+        # How often in a row replicas were lost before they took part.
         self.failed_joins: dict[str, int] = {}
 
     def poll(self) -> None:
@@ -203,14 +152,12 @@ class HubJournal:
             self.joining.add(as_replica_name(record["name"]))
         elif event == "leave":
             name = as_replica_name(record["name"])
-            leave = RecordedLeave(
-                as_number(record["time"]), epoch, name, to_one_line(str(record["reason"]))
-            )
-            self.leaves[name].append(leave)
+            when, reason = as_number(record["time"]), to_one_line(str(record["reason"]))
+            self.leaves[name].append(RecordedLeave(when, epoch, name, reason))
             self.failed_joins[name] = as_count(record.get("failed_joins", 0))
             self.joining.discard(name)
         elif event == "epoch":
-            members, self.epoch = members_of(record), epoch
+            members = members_of(record)
             self.leader = as_replica_name(record["leader"])
             self.joining.difference_update(members)
             self.failed_joins |= dict.fromkeys(members, 0)
@@ -222,22 +169,14 @@ class HubJournal:
         return reasons[-1] if reasons else None
 
     def leaves_since(self, epoch: int) -> list[RecordedLeave]:
-        """Return who has left in an epoch or later, in order of time.
-
-        Replicas without samples left to train on are not included.
-        """
+        """Return who has left in an epoch or later; not those without samples left to train on."""
         found = [leave for leaves in self.leaves.values() for leave in leaves
                  if leave.epoch >= epoch and leave.reason != LeaveReason.FINISHED]  # fmt: skip
         return sorted(found)
 
 
 def end_after(span: MemberSpan, ends: Sequence[Ending]) -> Ending | None:
-    """Return the end record of the process whose membership ended; None where it wrote none.
-
-    Args:
-        span: of a former member.
-        ends: all end records of the replica.
-    """
+    """Return the end record of the process whose membership ended; None where it wrote none."""
     return next((end for end in ends if span.began_at < end.time < span.returned_at), None)
 
 
@@ -251,12 +190,7 @@ def describe_end(end: Ending | None) -> str:
 
 
 def is_fault(reason: str | None, end: Ending | None) -> bool:
-    """Return whether a replica left without having been asked to.
-
-    Args:
-        reason: from the journal; None without one.
-        end: end record of its process; None where it wrote none.
-    """
+    """Return whether a replica left without having been asked to: by the journal, or its end."""
     if reason is not None:
         return reason in FAULTS
     return end is None or end.end == FAILED

@@ -1,4 +1,4 @@
-"""The contents of a `replica-<r>.jsonl`."""
+"""The contents of a `replica-<r>.jsonl`, and jumps of its loss."""
 
 from __future__ import annotations
 
@@ -6,63 +6,105 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_edit.observe.records import Array, Ending, Iteration
-from megatron_edit.tools.monitor.series import Bins
-from megatron_edit.tools.monitor.spikes import SpikeDetector
+from megatron_edit.tools.monitor.syncs import Bins
 
 MEDIAN_STEPS = 8  # iterations of which the median step gives the speed between syncs
 NUM_RECENT = 50  # iterations that the present speed is taken from
+SPIKE_SIGMAS = 8.0  # above the normal noise of a training
+MEAN_DECAY, NOISE_DECAY = 0.1, 0.02  # weights of the newest loss: 10 and 50 iterations back
+MIN_LOSSES = 50  # before the first comparison with the mean
+MIN_DEVIATION = 1e-3  # relative to the mean: nearly constant losses have no useful deviation
+RECOVERED_SIGMAS = 3.0  # below it a loss counts as recovered
+
+
+class Spike(NamedTuple):
+    """Consecutive losses far above the preceding ones."""
+
+    iteration: int  # of the first loss of the spike
+    loss: float  # the highest one
+    mean: float  # of the losses before
+    sigmas: float  # height above the mean, in standard deviations of the losses before
+    length: int  # iterations until the loss recovered; 0 before
+
+
+@dataclass
+class SpikeDetector:
+    """Compare each loss with the running mean of the preceding ones, in units of their noise.
+
+    The noise is that of the differences between neighbours: a steep fall adds little to it.
+    """
+
+    count: int = 0
+    worst: Spike | None = None
+    _num_losses: int = 0
+    _mean: float = 0.0
+    _newest: float = 0.0
+    _noise: float = 0.0  # variance
+    _present: Spike | None = None
+
+    def add(self, iteration: int, loss: float) -> None:
+        """Add the next loss, which must be finite."""
+        deviation = max(math.sqrt(self._noise), MIN_DEVIATION * abs(self._mean), 1e-12)
+        sigmas = (loss - self._mean) / deviation
+        is_armed = self._num_losses >= MIN_LOSSES
+        if self._present is not None:
+            self._update_spike(self._present, iteration, loss)
+        elif is_armed and sigmas > SPIKE_SIGMAS:
+            self.count += 1
+            self._present = Spike(iteration, loss, self._mean, sigmas, 0)
+            self._keep_worst(self._present)
+        if is_armed:  # limits the weight of a spike in the mean
+            loss = self._mean + min(sigmas, RECOVERED_SIGMAS) * deviation
+        if self._num_losses:
+            weight = max(NOISE_DECAY, 1 / self._num_losses)
+            self._noise += weight * ((loss - self._newest) ** 2 / 2 - self._noise)
+        self._num_losses += 1
+        self._mean += max(MEAN_DECAY, 1 / self._num_losses) * (loss - self._mean)
+        self._newest = loss
+
+    def _update_spike(self, spike: Spike, iteration: int, loss: float) -> None:
+        deviation = (spike.loss - spike.mean) / spike.sigmas
+        sigmas = (loss - spike.mean) / deviation
+        has_recovered = sigmas <= RECOVERED_SIGMAS
+        if sigmas > spike.sigmas:
+            spike = spike._replace(loss=loss, sigmas=sigmas)
+        if has_recovered:
+            spike = spike._replace(length=iteration - spike.iteration)
+        self._keep_worst(spike)
+        self._present = None if has_recovered else spike
+
+    def _keep_worst(self, spike: Spike) -> None:
+        if self.worst is None or spike.sigmas >= self.worst.sigmas:
+            self.worst = spike
 
 
 @dataclass
 class Replica:
-    """One replica, over all runs of the training.
+    """One replica, over all runs of the training."""
 
-    Attributes:
-        number: its column in tables of syncs; r in a run without a hub.
-        name: in an elastic run; else the number.
-        warmup_steps: W, in which all replicas wait for each other at every step.
-        last_local_step: the last step before the final synchronous phase; None where there is no
-            such phase.
-        iteration: the newest; 0 before the first.
-        step: the replica's own count of steps; 0 before the first.
-        samples_all: consumed by all replicas, as known to this one; 0 where not recorded.
-        loss: the newest finite one.
-        losses: by iteration, or by samples of all replicas.
-        spikes: of the loss.
-        num_iterations: lines read.
-        num_skipped: lines without a finite loss.
-        tokens: of all lines.
-        seconds: of all lines.
-        paces: seconds per x value in charts, by x value, without the first line of a process.
-        samples: since the newest sync, or since the run began.
-        end: end record of the newest run; None before it.
-        ends: end records of all processes, in order.
-        lines_lost: lines that could not be written, over all runs.
-    """
-
-    number: int
-    name: str
+    number: int  # its column in tables of syncs
+    name: str  # in an elastic run; else the number
     warmup_steps: int = 0
     last_local_step: int | None = None
     iteration: int = 0
-    step: int = 0
-    samples_all: int = 0
-    loss: float = math.nan
-    losses: Bins = field(default_factory=Bins)
+    step: int = 0  # the replica's own count
+    samples_all: int = 0  # consumed by all replicas, as known to this one
+    loss: float = math.nan  # the newest finite one
+    losses: Bins = field(default_factory=Bins)  # by iteration, or by samples of all replicas
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
     num_iterations: int = 0
-    num_skipped: int = 0
+    num_skipped: int = 0  # iterations without a finite loss
     tokens: float = 0.0
     seconds: float = 0.0
-    paces: Bins = field(default_factory=Bins)
-    samples: int = 0
-    end: Ending | None = None
-    ends: list[Ending] = field(default_factory=list)
-    lines_lost: int = 0
+    paces: Bins = field(default_factory=Bins)  # seconds per x value of charts
+    samples: int = 0  # since the newest sync, or since the run began
+    end: Ending | None = None  # of the newest run
+    ends: list[Ending] = field(default_factory=list)  # of all processes
     _is_after_sync: bool = False
     _last_x: float | None = None
     _speeds: Bins = field(default_factory=lambda: Bins(128))
@@ -71,13 +113,8 @@ class Replica:
     _first_x: float = 0.0  # of the steps in `_pending`
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
-    def resume(self, warmup_steps: int, last_local_step: int | None = None) -> None:
-        """Begin the next run of the training, or the next process; its lines follow.
-
-        Args:
-            warmup_steps: of this run.
-            last_local_step: of this run.
-        """
+    def resume(self, warmup_steps: int, last_local_step: int | None) -> None:
+        """Begin the next run of the training, or the next process; its lines follow."""
         self.warmup_steps, self.last_local_step = warmup_steps, last_local_step
         self.samples, self.end, self._is_after_sync = 0, None, False
         self._last_x = None
@@ -89,12 +126,7 @@ class Replica:
         return self.end is not None or step.replica_step <= self.step
 
     def add(self, step: Iteration, x: float) -> None:
-        """Add the line of an iteration.
-
-        Args:
-            step: the line.
-            x: its x value in charts: the iteration, or samples of all replicas.
-        """
+        """Add the line of an iteration, and its x value in charts."""
         self.iteration, self.step = step.iteration, step.replica_step
         self.samples_all = step.samples_all or 0
         self.num_iterations += 1
@@ -126,7 +158,6 @@ class Replica:
         """Add the end record of its run."""
         self.end = end
         self.ends.append(end)
-        self.lines_lost += end.lines_lost
 
     def _add_speed(self, x: float) -> None:
         """Add the median of eight steps, as a step with a sync includes waiting for replicas."""
@@ -139,7 +170,7 @@ class Replica:
             self._local_totals[1] += seconds
 
     def speeds(self) -> tuple[Array, Array]:
-        """Return x values and tokens per second, medians of eight steps; both float64 [P]."""
+        """Return x values and tokens per second, medians of eight steps."""
         places, speeds = self._speeds.curve()
         if not places.size and self._pending:
             seconds, tokens = median_low(self._pending)

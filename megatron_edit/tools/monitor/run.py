@@ -8,7 +8,6 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from megatron_edit.tools.monitor.facts import Facts, ResumePoint
 from megatron_edit.tools.monitor.membership import HubJournal, MembershipHistory
 from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.segments import Segment, earlier_segments
-from megatron_edit.tools.monitor.series import Bins
-from megatron_edit.tools.monitor.syncs import Syncs
+from megatron_edit.tools.monitor.syncs import Bins, Syncs
 from megatron_edit.tools.pages.texts import duration
 
 SILENT_SECONDS = 120.0
@@ -52,21 +50,14 @@ class MonitoredRun:
         journal: of the hub of an elastic run, if it is to be read, too.
 
     Attributes:
-        folder: `--edit-log-dir`.
-        journal: as given.
-        facts: of the newest run; None until `run.json` exists.
         resumed_at: iterations at which the training was resumed, as far as the files of earlier
             runs exist.
         began_at: Unix seconds at which the first run began; None until `run.json` exists.
         losses: mean over the replicas, by iteration, or by samples of all replicas.
         loss: the newest of these losses.
         evaluations: the newest evaluation on each data set.
-        syncs: all syncs.
-        replicas: by number; of an elastic run all that have ever taken part, in order of their
-            first appearance.
-        membership: who took part in the syncs of an elastic run.
+        replicas: by number; of an elastic run all that have ever taken part.
         drift: round and replica where a digest first differed from another replica's.
-        read_at: Unix seconds of the last reading.
     """
 
     def __init__(self, folder: Path, journal: HubJournal | None = None) -> None:
@@ -74,7 +65,7 @@ class MonitoredRun:
         self._reset()
 
     def _reset(self) -> None:
-        self.facts: Facts | None = None
+        self._facts: Facts | None = None
         self.resumed_at: list[int] = []
         self.began_at: float | None = None
         self.losses, self.loss = Bins(), math.nan
@@ -88,14 +79,20 @@ class MonitoredRun:
         self._numbers: dict[str, int] = {}  # of replicas, by name
         self._digests: dict[int, str] = {}
         self._segments: list[Segment] = []
-        self._current_segment: Segment | None = None
+        self._segment: Segment | None = None  # the one being read, or read last
         self._damaged: Counter[str] = Counter()
         self._version: tuple[int, int] | None = None
 
     @property
-    def files(self) -> tuple[LineReader, ...]:
-        """Files of the newest run, without `run.json`."""
-        return self._segments[-1].files if self._segments else ()
+    def has_begun(self) -> bool:
+        """Whether there is a `run.json`."""
+        return self._facts is not None
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the newest run, which must have begun."""
+        assert self._facts is not None, "no run.json yet"
+        return self._facts
 
     def unread_bytes(self) -> int:
         """Return how many bytes can be read now. Opens `run.json` if it exists.
@@ -109,8 +106,7 @@ class MonitoredRun:
     def poll(self, on_bytes: Callable[[int], object] = lambda _: None) -> None:
         """Read the new lines; read a newer run in the folder from its start.
 
-        Args:
-            on_bytes: called now and then with the number of bytes just read.
+        `on_bytes` is called now and then with the number of bytes just read.
 
         Raises:
             UsageError: `run.json` was not written by this package, or a file cannot be read.
@@ -129,13 +125,17 @@ class MonitoredRun:
 
     def _read(self, segment: Segment, on_bytes: Callable[[int], object]) -> None:
         segment.find_replicas()
-        if segment is not self._current_segment:
-            self._begin_segment(segment)
+        if segment is not self._segment:  # the next lines belong to another run
+            self._segment = segment
+            self.syncs.resume(segment.facts.num_replicas)
+            self.membership.begin_run()
+            for replica in self.replicas:
+                self._resume(replica, segment)
 
-        def read(file: LineReader, add: Callable[[Mapping[str, Any]], None]) -> None:
+        def read(file: LineReader, add: Callable[..., None], *more: Replica) -> None:
             for record in file.read(on_bytes):
                 try:
-                    add(record)
+                    add(segment, record, *more)
                 except (ArithmeticError, KeyError, TypeError, ValueError, IndexError):
                     file.num_damaged += 1
             if file.num_damaged:
@@ -143,33 +143,27 @@ class MonitoredRun:
 
         for name in segment.replicas if self._has_names(segment) else ():
             self._replica(name)
-        read(segment.syncs, partial(self._add_sync, segment))
-        read(segment.losses, partial(self._add_loss, segment))
+        read(segment.syncs, self._add_sync)
+        read(segment.losses, self._add_loss)
         segment.add_replicas(self.membership.members)
         for name, file in segment.replicas.items():
             if name in self._numbers:  # not so where the newest run has fewer replicas
-                read(file, partial(self._add_replica_line, segment, self._replica(name)))
+                read(file, self._add_replica_line, self._replica(name))
 
-    def _begin_segment(self, segment: Segment) -> None:
-        """Begin a run: the next lines belong to it."""
-        self._current_segment, facts = segment, segment.facts
-        self.syncs.resume(facts.num_replicas)
-        self.membership.begin_run()
-        for replica in self.replicas:
-            replica.resume(facts.warmup_steps, facts.last_local_step)
+    def _resume(self, replica: Replica, segment: Segment) -> None:
+        replica.resume(segment.facts.warmup_steps, segment.facts.last_local_step)
 
     def _has_names(self, segment: Segment) -> bool:
         """Whether replicas are known by their names in a run: it or the newest one is elastic."""
-        return self.is_elastic or segment.facts.is_elastic
+        return self.facts.is_elastic or segment.facts.is_elastic
 
     def _replica(self, name: str) -> Replica:
         """Return a replica by name; a new one is added."""
         if name not in self._numbers:
             self._numbers[name] = len(self.replicas)
             replica = Replica(len(self.replicas), name)
-            if self._current_segment is not None:
-                facts = self._current_segment.facts
-                replica.resume(facts.warmup_steps, facts.last_local_step)
+            if self._segment is not None:
+                self._resume(replica, self._segment)
             self.replicas.append(replica)
             self.syncs.num_columns = len(self.replicas)
         return self.replicas[self._numbers[name]]
@@ -180,15 +174,12 @@ class MonitoredRun:
         if self._version is None:
             return False
         now = stat_or_none(self._path)
-        return (
-            now is None
-            or _version(now) != self._version
-            or any(file.was_replaced for file in self.files)
-        )
+        files = self._segments[-1].files if self._segments else ()
+        return now is None or _version(now) != self._version or any(f.was_replaced for f in files)
 
     def _open(self) -> None:
         found = stat_or_none(self._path)
-        if self.facts is not None or found is None or not stat.S_ISREG(found.st_mode):
+        if self.has_begun or found is None or not stat.S_ISREG(found.st_mode):
             return
         try:
             with self._path.open(encoding="utf-8") as file:
@@ -206,7 +197,7 @@ class MonitoredRun:
                 "give the folder of --edit-log-dir",
             ) from None
         earlier = earlier_segments(self.folder, facts)
-        self.facts = facts
+        self._facts = facts
         self._segments = [*earlier, Segment.of(self.folder, facts)]
         for number in () if facts.is_elastic else range(facts.num_replicas):
             self._replica(str(number))
@@ -247,7 +238,7 @@ class MonitoredRun:
             self._validation[place] = found.loss
 
     def _add_replica_line(
-        self, segment: Segment, replica: Replica, line: Mapping[str, Any]
+        self, segment: Segment, line: Mapping[str, Any], replica: Replica
     ) -> None:
         if "digest" in line:
             number = as_count(line["round"])
@@ -260,21 +251,20 @@ class MonitoredRun:
             step = Iteration.of(line)
             if segment.keeps(step.iteration, step.samples_all):
                 if segment.facts.is_elastic and replica.was_restarted(step):
-                    replica.resume(segment.facts.warmup_steps, segment.facts.last_local_step)
+                    self._resume(replica, segment)
                 replica.add(step, self._x_of(segment, step.iteration, step.samples_all))
 
     def _x_of(self, segment: Segment, iteration: int, samples: int | None) -> int:
         """Return the x value of a line in charts."""
-        if not self.is_plotted_by_samples:
+        if not self.facts.is_plotted_by_samples:
             return iteration
         return iteration * (segment.facts.batch_size or 1) if samples is None else samples
 
     def _iteration_of(self, point: ResumePoint) -> int:
         """Return the iteration of a checkpoint, counted as in the lines of the runs."""
-        facts = self.facts
-        if facts is None or not facts.has_unequal_steps or not facts.batch_size:
+        if not self.facts.has_unequal_steps or not self.facts.batch_size:
             return point.iteration
-        return point.samples // facts.batch_size
+        return point.samples // self.facts.batch_size
 
     def _compare(self, number: int, digest: str | None, replica: int) -> None:
         if digest is None:
@@ -286,8 +276,8 @@ class MonitoredRun:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the newest run has a hub."""
-        return self.facts is not None and self.facts.is_elastic
+        """Whether the newest run has begun, with a hub."""
+        return self._facts is not None and self._facts.is_elastic
 
     @property
     def members(self) -> list[Replica]:
@@ -295,12 +285,11 @@ class MonitoredRun:
 
         In an elastic run the members of its newest sync, before it all that have a file.
         """
-        if self.facts is None:
+        if not self.has_begun:
             return []
-        if not self.facts.is_elastic:
+        if not self.is_elastic:
             return self.replicas[: self.facts.num_replicas]
-        segment = self._current_segment
-        names = self.membership.members or (segment.replicas if segment is not None else ())
+        names = self.membership.members or (self._segment.replicas if self._segment else ())
         return [self.replicas[self._numbers[name]] for name in names if name in self._numbers]
 
     def name_of(self, number: int) -> str:
@@ -316,24 +305,12 @@ class MonitoredRun:
         return bins
 
     @property
-    def is_plotted_by_samples(self) -> bool:
-        """Whether charts are by samples of all replicas, because these make unequal steps.
-
-        Files of older versions do not have the samples.
-        """
-        facts = self.facts
-        return facts is not None and facts.has_unequal_steps and facts.has_segment
-
-    @property
-    def has_unequal_steps(self) -> bool:
-        """Whether replicas make unequal numbers of steps."""
-        return self.facts is not None and self.facts.has_unequal_steps
-
-    @property
-    def has_one_loss_per_round(self) -> bool:
-        """Whether `loss.jsonl` has one line for each round after the warm-up."""
-        facts = self.facts
-        return facts is not None and (facts.has_unequal_steps or facts.has_varying_rounds)
+    def latest_loss(self) -> float:
+        """The newest mean loss over the replicas, else the mean of the known newest losses."""
+        if math.isfinite(self.loss):
+            return self.loss
+        known = [replica.loss for replica in self.members if math.isfinite(replica.loss)]
+        return sum(known) / len(known) if known else math.nan
 
     @property
     def samples(self) -> int | None:
@@ -341,8 +318,7 @@ class MonitoredRun:
 
         None otherwise, or where not known.
         """
-        facts = self.facts
-        if facts is None or not facts.has_unequal_steps:
+        if self._facts is None or not self._facts.has_unequal_steps:
             return None
         at_sync = self.syncs.samples
         if recorded := max((replica.samples_all for replica in self.replicas), default=0):
@@ -353,21 +329,43 @@ class MonitoredRun:
     @property
     def iteration(self) -> int:
         """Iteration of the furthest replica; under A-EDiT complete batches of all replicas."""
-        samples, facts = self.samples, self.facts
-        if samples is None or facts is None or not facts.batch_size:
+        samples = self.samples
+        if samples is None or not self.facts.batch_size:
             return max((replica.iteration for replica in self.replicas), default=0)
-        if self._end_state == FINISHED and facts.train_iters:  # the last batch may be partial
-            return facts.train_iters
-        return min(samples // facts.batch_size, facts.train_iters or samples)
+        total = self.facts.train_iters
+        if self._end_state == FINISHED and total:  # the last batch may be partial
+            return total
+        return min(samples // self.facts.batch_size, total or samples)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens consumed by all replicas so far; None where not known."""
+        facts, samples = self.facts, self.samples
+        if not facts.batch_size or not facts.seq_length:
+            return None
+        samples = self.iteration * facts.batch_size if samples is None else samples
+        return float(samples * facts.seq_length)
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the training that is done; None where its length is not known."""
+        if self._facts is None or not self._facts.train_iters:
+            return None
+        facts, total = self._facts, self._facts.train_iters
+        samples, iteration = self.samples, self.iteration
+        is_past_warmup = bool(self.syncs.count) or iteration > facts.warmup_steps
+        if not facts.has_unequal_steps or not is_past_warmup or iteration == total:
+            return min(1.0, iteration / total)
+        if samples is None or not facts.batch_size:
+            return None
+        return min(1.0, samples / (total * facts.batch_size))
 
     @property
     def missing(self) -> list[int]:
         """Replicas without a file in the folder."""
-        if self._current_segment is None:
-            return []
-        files = self._current_segment.replicas
-        return [r.number for r in self.members
-                if r.name not in files or stat_or_none(files[r.name].path) is None]  # fmt: skip
+        files = self._segment.replicas if self._segment is not None else {}
+        return [r.number for r in self.members if self._segment is not None
+                and (r.name not in files or stat_or_none(files[r.name].path) is None)]  # fmt: skip
 
     @property
     def num_damaged(self) -> dict[str, int]:
@@ -376,25 +374,6 @@ class MonitoredRun:
         if journal is None or not journal.num_damaged:
             return dict(self._damaged)
         return {**self._damaged, journal.path.name: journal.num_damaged}
-
-    @property
-    def lines_lost(self) -> int:
-        """Lines that could not be written."""
-        return sum(replica.lines_lost for replica in self.replicas)
-
-    @property
-    def progress(self) -> float | None:
-        """Share of the training that is done; None where its length is not known."""
-        facts = self.facts
-        if facts is None or not facts.train_iters:
-            return None
-        samples, iteration = self.samples, self.iteration
-        is_past_warmup = bool(self.syncs.count) or iteration > facts.warmup_steps
-        if not facts.has_unequal_steps or not is_past_warmup or iteration == facts.train_iters:
-            return min(1.0, iteration / facts.train_iters)
-        if samples is None or not facts.batch_size:
-            return None
-        return min(1.0, samples / (facts.train_iters * facts.batch_size))
 
     @property
     def num_with_speed(self) -> int:
@@ -408,33 +387,42 @@ class MonitoredRun:
         Replicas whose speed is not known count as the mean of the others: all make equally many
         steps, unless they sync by time.
         """
-        if self.facts is None or not self.num_with_speed:
+        members, known = self.members, self.num_with_speed
+        if not known or (self.facts.strategy.is_timed and known < len(members)):
             return None
-        members = self.members
-        if self.facts.strategy.is_timed and self.num_with_speed < len(members):
-            return None
-        known = sum(r.speed for r in members if math.isfinite(r.speed))
-        return known * len(members) / self.num_with_speed
+        total = sum(r.speed for r in members if math.isfinite(r.speed))
+        return total * len(members) / known
 
     @property
     def remaining_seconds(self) -> float | None:
         """Seconds to the end at the present speed; None where not known."""
-        progress, facts = self.progress, self.facts
-        if progress is None or facts is None or not self.speed:
+        if self.progress is None or not self.speed or not self.facts.batch_tokens:
             return None
-        tokens = (facts.train_iters or 0) * (facts.batch_size or 0) * (facts.seq_length or 0)
-        return (1.0 - progress) * tokens / self.speed if tokens else None
-
-    @property
-    def last_write_at(self) -> float | None:
-        """Unix seconds at which a file was last written to."""
-        found = map(stat_or_none, [self._path, *(file.path for file in self.files)])
-        return max((each.st_mtime for each in found if each is not None), default=None)
+        tokens = (self.facts.train_iters or 0) * self.facts.batch_tokens
+        return (1.0 - self.progress) * tokens / self.speed
 
     @property
     def silence(self) -> float:
         """Seconds since a file was last written to."""
-        return max(0.0, self.read_at - (self.last_write_at or self.read_at))
+        files = self._segments[-1].files if self._segments else ()
+        found = map(stat_or_none, [self._path, *(file.path for file in files)])
+        newest = max((each.st_mtime for each in found if each is not None), default=self.read_at)
+        return max(0.0, self.read_at - newest)
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds without a line that a running training may take: for steps, syncs, evaluations.
+
+        Start-up and the first step are as long as replicas wait for each other.
+        """
+        step = max((replica.step_seconds for replica in self.members), default=0.0)
+        if not step:
+            return MIN_TIMEOUT_SECONDS
+        sync = max((each.total for each in self.syncs.recent), default=0.0)
+        evaluation = FORWARD_SHARE * step * self.facts.eval_iters
+        return max(SILENT_SECONDS, SILENT_STEPS * step, SILENT_SYNCS * sync, evaluation)
+
+    # ---- state
 
     @property
     def ends(self) -> dict[int, Ending]:
@@ -484,27 +472,14 @@ class MonitoredRun:
     @property
     def state(self) -> str:
         """State of the training: one of `ENDS`, `WAITING`, `RUNNING` or `LOST`."""
-        if self.facts is None:
+        if self._facts is None:
             return WAITING
         if (ended := self._end_state) is not None:
             return ended
         # Runs of older versions write no end record.
-        if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
+        if not self._facts.has_segment and self.progress is not None and self.progress >= 1.0:
             return FINISHED
         return LOST if self.silence > self.longest_silence else RUNNING
-
-    @property
-    def longest_silence(self) -> float:
-        """Seconds without a line that a running training may take: for steps, syncs, evaluations.
-
-        Start-up and the first step are as long as replicas wait for each other.
-        """
-        step = max((replica.step_seconds for replica in self.members), default=0.0)
-        if not step or self.facts is None:
-            return MIN_TIMEOUT_SECONDS
-        sync = max((each.total for each in self.syncs.recent), default=0.0)
-        evaluation = FORWARD_SHARE * step * self.facts.eval_iters
-        return max(SILENT_SECONDS, SILENT_STEPS * step, SILENT_SYNCS * sync, evaluation)
 
     @property
     def is_over(self) -> bool:
@@ -528,11 +503,7 @@ class MonitoredRun:
 
 
 def check_folder(folder: Path, *, may_be_missing: bool = False) -> None:
-    """Check that the folder is one.
-
-    Args:
-        folder: `--edit-log-dir`.
-        may_be_missing: accept a path that does not exist yet.
+    """Check that the folder is one; a missing one may be accepted.
 
     Raises:
         UsageError: it is not a folder, or it cannot be read.
@@ -546,10 +517,6 @@ def check_folder(folder: Path, *, may_be_missing: bool = False) -> None:
 
 def open_run(folder: Path, journal: HubJournal | None = None) -> MonitoredRun:
     """Return the run in a folder.
-
-    Args:
-        folder: `--edit-log-dir`.
-        journal: of the run's hub, if it is to be read, too.
 
     Raises:
         UsageError: the folder holds no run.

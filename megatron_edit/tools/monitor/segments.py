@@ -31,40 +31,22 @@ _CLOCK_SECONDS = 1.0  # resolution of the times of files
 
 @dataclass(frozen=True)
 class Segment:
-    """The files of one run.
-
-    Attributes:
-        folder: `--edit-log-dir`.
-        middle: in the names of renamed files, `.1` for example; empty for the newest run.
-        facts: contents of its `run.json`.
-        began_at: Unix seconds at which `run.json` was written.
-        syncs, losses: `sync.jsonl` and `loss.jsonl`.
-        replicas: `replica-<r>.jsonl` by name or number; of an elastic run those found so far.
-        end: checkpoint that a later run resumed from; later lines here were repeated there. None
-            for the newest run.
-    """
+    """The files of one run."""
 
     folder: Path
-    middle: str
+    middle: str  # in the names of renamed files: `.1`; empty for the newest run
     facts: Facts
-    began_at: float
+    began_at: float  # Unix seconds at which `run.json` was written
     syncs: LineReader
     losses: LineReader
-    replicas: dict[str, LineReader]
-    end: ResumePoint | None = None
+    replicas: dict[str, LineReader]  # by name or number; of an elastic run those found so far
+    end: ResumePoint | None = None  # that a later run resumed from: it repeated what follows
 
     @classmethod
     def of(
         cls, folder: Path, facts: Facts, number: int | None = None, end: ResumePoint | None = None
     ) -> Segment:
-        """Return the files of a run.
-
-        Args:
-            folder: `--edit-log-dir`.
-            facts: of the run.
-            number: in its renamed files; None for the newest run.
-            end: checkpoint that a later run resumed from.
-        """
+        """Return the files of a run; `number` is that of renamed files."""
         middle = "" if number is None else f".{number}"
         found = stat_or_none(folder / f"run{middle}.json")
         syncs, losses = (LineReader(folder / f"{name}{middle}.jsonl") for name in ("sync", "loss"))
@@ -97,13 +79,8 @@ class Segment:
 
     def _names_in_folder(self) -> Iterator[str]:
         pattern = re.compile(rf"replica-({REPLICA_NAME}){re.escape(self.middle)}\.jsonl")
-        try:
-            found = [(path, pattern.fullmatch(path.name)) for path in self.folder.iterdir()]
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise unreadable_error(self.folder, error) from None
-        for path, match in found:
+        for path in _paths_in(self.folder):
+            match = pattern.fullmatch(path.name)
             if match is None or match[1] in self.replicas:
                 continue
             if not self.middle and _NUMBERED.fullmatch(match[1]):
@@ -129,9 +106,7 @@ class Segment:
     def keeps(self, iteration: int, samples: float | None) -> bool:
         """Return whether a line is part of the training, and was not repeated after a resume.
 
-        Args:
-            iteration: of the line.
-            samples: of all replicas until then; used where replicas make unequal numbers of steps.
+        The samples are those of all replicas; they decide where steps are unequal.
         """
         if self.end is None:
             return True
@@ -144,10 +119,6 @@ def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
     """Return the earlier runs of the newest run's training, oldest first.
 
     A run that never got as far as the checkpoint belongs to another training.
-
-    Args:
-        folder: `--edit-log-dir`.
-        newest: facts of the newest run, whose files have not been renamed.
 
     Raises:
         UsageError: the folder cannot be read.
@@ -180,12 +151,18 @@ def _samples_of(record: dict[str, Any], batch: int) -> int:
 
 def _renamed_runs(folder: Path) -> Iterator[tuple[int, Facts]]:
     """Yield the renamed runs, newest first, up to the first that cannot be read."""
-    try:
-        names = [_RENAMED.fullmatch(path.name) for path in folder.iterdir()]
-    except OSError as error:
-        raise unreadable_error(folder, error) from None
+    names = [_RENAMED.fullmatch(path.name) for path in _paths_in(folder)]
     for number in sorted((int(name[1]) for name in names if name), reverse=True):
         try:
             yield number, Facts.of((folder / f"run.{number}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):  # earlier runs may belong to another training
             return
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable_error(folder, error) from None

@@ -1,43 +1,51 @@
-"""Texts about a run that the page and the terminal share."""
+"""What a run shows on the page and in the terminal: texts, tables and quantities."""
 
 from __future__ import annotations
 
 import math
-import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 
-from megatron_edit.observe.records import Ending
+from megatron_edit.errors import UsageError, to_one_line
+from megatron_edit.flags import FLAG_PREFIXES, flag, format_value
+from megatron_edit.observe.records import VALIDATION
+from megatron_edit.tools.compare.flags import canonical
+from megatron_edit.tools.monitor.curves import RunCurves
 from megatron_edit.tools.monitor.facts import Facts
-from megatron_edit.tools.monitor.membership import (
-    MembershipChange,
-    MemberSpan,
-    describe_end,
-    end_after,
+from megatron_edit.tools.monitor.findings import end_of, list_findings
+from megatron_edit.tools.monitor.membership import MembershipChange, MemberSpan, describe_end
+from megatron_edit.tools.monitor.replicas import Replica
+from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
+from megatron_edit.tools.pages import LEVELS, Column, Table
+from megatron_edit.tools.pages.texts import (
+    MAX_NAMES_SHOWN,
+    UNKNOWN,
+    clock_time,
+    duration,
+    join_names,
+    megabytes,
+    milliseconds,
+    number,
+    percent,
+    plural,
 )
-from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.pages.texts import MAX_NAMES_SHOWN, UNKNOWN, join_names
 
 MAX_RESUMES_SHOWN = 8
-MAX_NAME_LETTERS = 16  # of a name in a picture
+SHOWN_LEVELS = LEVELS[:2]  # errors and warnings
+UNSET, GIVEN = "unset", "on"
+LEFT_OUT = ("log_dir",)  # differs in any case
 
 
-def describe_resumes(run: MonitoredRun) -> str:
-    """Return how often and where the training was resumed; empty if it was not."""
-    if not run.resumed_at:
-        return ""
-    shown = ", ".join(f"{iteration:,}" for iteration in run.resumed_at[:MAX_RESUMES_SHOWN])
-    more = ", ..." if len(run.resumed_at) > MAX_RESUMES_SHOWN else ""
-    times = "once" if len(run.resumed_at) == 1 else f"{len(run.resumed_at)} times"
-    return f"resumed {times}, after iteration {shown}{more}"
+# ---- texts
 
 
 def describe_layout(facts: Facts) -> str:
     """Return the numbers of replicas and ranks, and the device."""
-    replicas, ranks = facts.num_replicas, facts.ranks_per_replica
     elastic = "elastic, nominally " if facts.is_elastic else ""
-    return (
-        f"{elastic}{replicas} replica{'s' if replicas != 1 else ''} x {ranks} rank"
-        f"{'s' if ranks != 1 else ''} on {facts.device}"
-    )
+    replicas, ranks = plural(facts.num_replicas, "replica"), plural(facts.ranks_per_replica, "rank")
+    return f"{elastic}{replicas} x {ranks} on {facts.device}"
 
 
 def describe_schedule(facts: Facts) -> str:
@@ -47,7 +55,7 @@ def describe_schedule(facts: Facts) -> str:
     if facts.num_choices == 0:
         return f"warm-up {facts.warmup_steps} steps, then syncs as --edit-auto chooses"
     is_timed = facts.strategy.is_timed
-    interval = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
+    interval = f"{facts.config['sync_seconds']:g} s" if is_timed else f"{facts.sync_interval} steps"
     delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
     delayed += " (chosen by --edit-auto)" if facts.num_choices else ""
     final = ""
@@ -56,68 +64,124 @@ def describe_schedule(facts: Facts) -> str:
     return f"warm-up {facts.warmup_steps} steps, then a sync every {interval}{delayed}{final}"
 
 
-def describe_speed_source(run: MonitoredRun) -> str:
-    """Return which replicas the speed covers, and whether it is estimated."""
+def describe_run(run: MonitoredRun) -> str:
+    """Return layout, schedule, and how often and where the training was resumed."""
+    parts = [describe_layout(run.facts), describe_schedule(run.facts)]
+    if run.resumed_at:
+        shown = ", ".join(f"{iteration:,}" for iteration in run.resumed_at[:MAX_RESUMES_SHOWN])
+        more = ", ..." if len(run.resumed_at) > MAX_RESUMES_SHOWN else ""
+        times = "once" if len(run.resumed_at) == 1 else f"{len(run.resumed_at)} times"
+        parts.append(f"resumed {times}, after iteration {shown}{more}")
+    return "; ".join(parts)
+
+
+def describe_speed(run: MonitoredRun) -> str:
+    """Return the present speed, and of which replicas it is if some are not known."""
     known, total = run.num_with_speed, len(run.members)
-    if known in (0, total):
-        return "all replicas"
-    if run.speed is None:
-        return f"not known: only {known} of {total} replicas are seen here"
-    return f"all replicas, estimated from {known} of {total}"
+    source = ""
+    if known not in (0, total):
+        source = f" (all replicas, estimated from {known} of {total})"
+        if run.speed is None:
+            source = f" (not known: only {known} of {total} replicas are seen here)"
+    return f"{number(run.speed, ',.0f')}{source}"
 
 
-def latest_loss(run: MonitoredRun) -> float:
-    """Return the newest mean loss over the replicas, else the mean of the known newest losses."""
-    if math.isfinite(run.loss):
-        return run.loss
-    known = [replica.loss for replica in run.members if math.isfinite(replica.loss)]
-    return sum(known) / len(known) if known else math.nan
-
-
-# ---- elastic runs
-
-
-def short_name(name: str, letters: int = MAX_NAME_LETTERS) -> str:
-    """Return a name for a picture: the middle of a long one is left out."""
-    if len(name) <= letters:
-        return name
-    half = (letters - 1) // 2
-    return f"{name[:half]}\u2026{name[-half:]}"
+def describe_iteration(run: MonitoredRun) -> str:
+    """Return the iteration and the length of the training."""
+    total = run.facts.train_iters
+    return f"{run.iteration:,}" + (f" of {total:,}" if total else "")
 
 
 def describe_members(run: MonitoredRun) -> str:
-    """Return members, epoch and leader of an elastic run."""
+    """Return members, epoch and leader of an elastic run, and what no sync shows yet."""
     members = join_names([replica.name for replica in run.members]) or "none"
     epoch = f"epoch {run.membership.epoch}" if run.membership.members else "before the first sync"
     leader = "give --state-dir of the hub to see the leader"
     if run.journal is not None:
         leader = f"leader: {run.journal.leader or 'none'}"
-    return f"Members: {members} ({epoch}); {leader}"
+    news = _news(run)
+    return f"Members: {members} ({epoch}); {leader}." + (
+        f" Since the last sync: {news}." if news else ""
+    )
 
 
-def describe_news(run: MonitoredRun) -> str:
+def _news(run: MonitoredRun) -> str:
     """Return what the hub's journal has that no sync shows yet; empty if there is nothing."""
     journal = run.journal
     if journal is None or run.is_over:
         return ""
     leaves = journal.leaves_since(run.membership.epoch)[-MAX_NAMES_SHOWN:]
-    parts = [
-        f"{leave.name} has left ({leave.reason}, {clock_time(leave.time)})" for leave in leaves
-    ]
+    parts = [f"{each.name} has left ({each.reason}, {clock_time(each.time)})" for each in leaves]
     if journal.joining:
         parts.append(f"{join_names(sorted(journal.joining))} joining")
     return "; ".join(parts)
 
 
-def describe_leave(run: MonitoredRun, span: MemberSpan) -> str:
-    """Return the name of a former member, and why it left."""
-    reason = None if run.journal is None else run.journal.reason_of(span)
-    return f"{span.name} ({reason or describe_end(end_of(run, span))})"
+# ---- tables
 
 
-def change_cells(run: MonitoredRun, change: MembershipChange) -> list[str]:
-    """Return a change of the epoch as cells: time, sync, epoch, who came, who left, members."""
-    left = [describe_leave(run, span) for span in change.left]
+def replica_table(run: MonitoredRun, most: int | None = None) -> Table:
+    """Return the table of the replicas; where there are more than `most`, of the slowest ones."""
+    is_elastic, is_member = run.is_elastic, {replica.name for replica in run.members}.__contains__
+    found = sorted(run.replicas, key=lambda each: (not is_member(each.name), _known_speed(each)))
+    shown = sorted(found[:most], key=lambda each: each.name if is_elastic else each.number)
+    weights, shares = run.syncs.mean_weights(), run.syncs.anomaly_shares()
+    rows = []
+    for each in shown:
+        part = ["yes" if is_member(each.name) else "no", percent(run.membership.share(each.name))]
+        rows.append([
+            each.name, *(part if is_elastic else ()),
+            number(each.step if each.num_iterations else None, ","), number(each.loss, ".4f"),
+            number(each.speed if is_member(each.name) else None, ",.0f"),
+            number(each.mean_speed, ",.0f"), number(each.speed_between_syncs, ",.0f"),
+            number(weights[each.number], ".3f"), percent(float(shares[each.number])),
+        ])  # fmt: skip
+    step = "replica step" if run.facts.has_unequal_steps else "iteration"
+    head = ["replica", *(("member", "syncs") if is_elastic else ()), step, "loss", "tokens/s now",
+            "on average", "between syncs", "weight", "left out"]  # fmt: skip
+    caption = f"The slowest {len(shown)} of {len(found)}." if len(found) > len(shown) else ""
+    return Table("Replicas", head, rows, caption)
+
+
+def _known_speed(replica: Replica) -> float:
+    known = filter(math.isfinite, (replica.speed_between_syncs, replica.speed))
+    return next(known, math.inf)
+
+
+def sync_table(run: MonitoredRun, most: int) -> Table:
+    """Return the table of the last syncs."""
+    head = ("sync", "iteration", "norms", "effective", "clip", "left out", "rolled back",
+            "wait ms", "exposed ms", "total ms", "MB sent")  # fmt: skip
+    rows = [
+        [
+            f"{sync.round:,}", f"{sync.iteration:,}",
+            f"{number(sync.norm_min)} - {number(sync.norm_max)}",
+            f"{number(sync.effective, '.2f')} of {sync.num_replicas}", number(sync.clip, ".2f"),
+            str(sync.anomalies), str(sync.rollbacks), milliseconds(sync.wait),
+            milliseconds(sync.exposed), milliseconds(sync.total), megabytes(sync.wire_bytes),
+        ]
+        for sync in list(run.syncs.recent)[-most:]
+    ]  # fmt: skip
+    caption = (
+        f"{plural(run.syncs.count, 'sync')}; exposed {percent(run.syncs.share('exposed'))} of the "
+        f"time; {megabytes(run.syncs.sums['wire_bytes'])} MB sent by a replica in total."
+    )
+    return Table("Last syncs", head, rows, caption)
+
+
+def change_table(run: MonitoredRun, most: int) -> Table:
+    """Return the table of the last changes of an elastic run's members."""
+    changes = run.membership.changes
+    rows = [_change_cells(run, change) for change in changes[-most:]]
+    caption = ""
+    if (earlier := len(changes) - len(rows)) > 0:
+        caption = f"{plural(earlier, 'earlier change')} of the epoch."
+    head = ("time", "first sync", "epoch", "came", "left", "members")
+    return Table("Changes of the members", head, rows, caption)
+
+
+def _change_cells(run: MonitoredRun, change: MembershipChange) -> list[str]:
+    left = [_describe_leave(run, span) for span in change.left]
     return [
         clock_time(change.time), f"{change.round:,}", f"{change.epoch:,}",
         join_names(change.came) or UNKNOWN, join_names(left) or UNKNOWN,
@@ -125,12 +189,169 @@ def change_cells(run: MonitoredRun, change: MembershipChange) -> list[str]:
     ]  # fmt: skip
 
 
-def end_of(run: MonitoredRun, span: MemberSpan) -> Ending | None:
-    """Return the end record of the process that was a member; None where it wrote none."""
-    ends = next((replica.ends for replica in run.replicas if replica.name == span.name), [])
-    return end_after(span, ends)
+def _describe_leave(run: MonitoredRun, span: MemberSpan) -> str:
+    reason = None if run.journal is None else run.journal.reason_of(span)
+    return f"{span.name} ({reason or describe_end(end_of(run, span))})"
 
 
-def clock_time(seconds: float) -> str:
-    """Return the local time of Unix seconds."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+# ---- quantities
+
+
+@dataclass(frozen=True, eq=False)
+class ResultColumn:
+    """One run among those that are put side by side."""
+
+    curves: RunCurves
+    base: float | None  # final validation loss of the first run; None for that run
+    width: float  # tokens over which training losses are averaged
+
+    @property
+    def run(self) -> MonitoredRun:
+        """The run."""
+        return self.curves.run
+
+
+def result_columns(runs: Sequence[RunCurves], width: float) -> list[ResultColumn]:
+    """Return the columns of the results; losses are compared with those of the first run."""
+    first = runs[0].final_loss
+    return [ResultColumn(run, first if place else None, width) for place, run in enumerate(runs)]
+
+
+def _tokens(column: ResultColumn) -> str:
+    tokens, progress = column.run.tokens, column.run.progress
+    shown = UNKNOWN if tokens is None else f"{tokens / 1e6:,.4g}"
+    return f"{shown} ({percent(progress)})" if progress not in (None, 1.0) else shown
+
+
+def _seconds(column: ResultColumn) -> str:
+    seconds = column.curves.seconds[1]
+    return duration(float(seconds[-1])) if seconds.size else UNKNOWN
+
+
+def _evaluations(column: ResultColumn) -> str:
+    found = column.run.evaluations
+    if set(found) <= {VALIDATION}:
+        return UNKNOWN
+    return "; ".join(f"{data} {number(each.loss, '.4f')}" for data, each in found.items())
+
+
+def _difference(column: ResultColumn) -> str:
+    loss = column.curves.final_loss
+    return UNKNOWN if loss is None or column.base is None else f"{loss - column.base:+.4f}"
+
+
+def _bytes(column: ResultColumn) -> str:
+    syncs = column.run.syncs
+    return f"{megabytes(syncs.sums['wire_bytes'])} in {syncs.count:,}" if syncs.count else UNKNOWN
+
+
+def _effective(column: ResultColumn) -> str:
+    recent = column.run.syncs.recent
+    if not recent or recent[-1].num_replicas < 2:
+        return UNKNOWN
+    return f"{number(recent[-1].effective, '.2f')} of {recent[-1].num_replicas}"
+
+
+def _rejected(column: ResultColumn) -> str:
+    syncs = column.run.syncs
+    if not syncs.count:
+        return UNKNOWN
+    rollbacks = int(syncs.sums["rollbacks"])
+    back = f", {plural(rollbacks, 'roll-back')}" if rollbacks else ""
+    return f"{int(syncs.sums['anomalies']):,}{back}"
+
+
+def _problems(column: ResultColumn) -> str:
+    found = Counter(finding.level for finding in list_findings(column.run))
+    return (
+        ", ".join(plural(found[level], level) for level in SHOWN_LEVELS if found[level]) or "none"
+    )
+
+
+QUANTITIES: tuple[Column[ResultColumn], ...] = (
+    Column("strategy", "value of --edit-strategy", lambda one: one.run.facts.strategy.name),
+    Column("state", "running, finished, stopped, failed, or lost: no new lines are written",
+           lambda one: one.run.state_text),
+    Column("iteration", "of the furthest replica; complete batches of all replicas where they make "
+           "unequal steps", lambda one: describe_iteration(one.run)),
+    Column("million tokens", "consumed by all replicas together, and the share of the training "
+           "where it is not complete", _tokens),
+    Column("time", "of training, without start-up, evaluations and saves", _seconds),
+    Column("time left", "at the present speed", lambda one: duration(
+        one.run.remaining_seconds if one.run.state == RUNNING else None)),
+    Column("validation loss", "nats per token, of the last evaluation",
+           lambda one: number(one.curves.final_loss, ".4f")),
+    Column("difference", "of that loss to the first run's", _difference),
+    Column("losses by data set", "of the last evaluation of each", _evaluations),
+    Column("training loss", "nats per token, at the end, smoothed like the curves",
+           lambda one: number(one.curves.training_loss(one.width), ".4f")),
+    Column("tokens/s", "of all replicas together, after the warm-up, without start-up, "
+           "evaluations and saves", lambda one: number(one.curves.speed, ",.0f")),
+    Column("tokens/s now", "of all replicas together, in the last steps",
+           lambda one: describe_speed(one.run)),
+    Column("exposed", "share of the time between syncs in which training waited for a sync",
+           lambda one: percent(one.run.syncs.share("exposed"))),
+    Column("waiting", "the part of it spent waiting for other replicas",
+           lambda one: percent(one.run.syncs.share("wait"))),
+    Column("MB in syncs", "(10^6 bytes) payload sent by one replica in all syncs; steps that "
+           "average gradients are not included", _bytes),
+    Column("MB inside a replica", "gradients and parameters that its data-parallel ranks exchange "
+           "in a step, computed", lambda one: megabytes(one.run.facts.inside_bytes or None)),
+    Column("outer state, MB", "of one replica, all of its ranks together",
+           lambda one: megabytes(one.run.syncs.state_bytes or None)),
+    Column("effective replicas", "1 / sum of squared weights, of the median unit at the last sync",
+           _effective),
+    Column("rejected updates", "units of replicas that were left out of a sync, and units that "
+           "went back to their anchor", _rejected),
+    Column("problems", "errors and warnings, listed beside the results", _problems),
+)  # fmt: skip
+
+
+# ---- several runs
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return a part of each path by which they differ: one folder, if possible the last one.
+
+    `a/log` and `b/log` are `a` and `b`.
+
+    Raises:
+        UsageError: a folder is given twice.
+    """
+    parts = [folder.resolve().parts for folder in folders]
+    for place, folder in enumerate(folders):
+        if parts[place] in parts[:place]:
+            raise UsageError(str(folder), "is given twice", "give each run once")
+    while len({each[-1] for each in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [each[:-1] for each in parts]
+    single = [[each[-place] for each in parts] for place in range(1, min(map(len, parts)))]
+    longer = [
+        ["/".join(each[-length:]) for each in parts]
+        for length in range(2, len(max(parts, key=len)))
+    ]
+    whole = [str(Path(*each)) for each in parts]
+    names = next(found for found in (*single, *longer, whole) if len(set(found)) == len(found))
+    return [to_one_line(name) for name in names]
+
+
+def differing_settings(runs: Sequence[Facts]) -> dict[str, list[str]]:
+    """Return what differs: layout, EDiT's settings as used, Megatron's flags as given, versions."""
+    tables = [_settings(facts) for facts in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    found = {name: [table.get(name, UNSET) for table in tables] for name in names}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def _settings(facts: Facts) -> Mapping[str, str]:
+    given = canonical(facts.argv)
+    script = given.pop("", [])
+    return {
+        "layout": describe_layout(facts),
+        "script": PurePath(script[0]).name if script else UNSET,
+        **{flag(name): format_value(value, none=UNSET)
+           for name, value in facts.config.items() if name not in LEFT_OUT},
+        **{name: " ".join(values) or GIVEN for name, values in given.items()
+           if not name.startswith(FLAG_PREFIXES)},  # EDiT's are compared as used, not as given
+        **{f"version of {name}": version for name, version in facts.versions.items()},
+        "host": facts.host,
+    }  # fmt: skip

@@ -1,46 +1,128 @@
-"""The contents of `sync.jsonl`: by sync, replica and unit, in bounded memory."""
+"""Time series in bounded memory, and the contents of `sync.jsonl` as such series."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_edit.constants import LOW_CLIP, SYNC_TIMES
 from megatron_edit.observe.records import Array, SyncRecord
-from megatron_edit.tools.monitor.series import Merge, Rows
 
+MAX_POINTS = 512  # more than a chart has columns
 NUM_RECENT = 10
-# Columns of one number are also fields of `SyncBrief`.
-_MERGES: Mapping[str, Merge] = {
-    "round": "last", "iteration": "last", "wire_bytes": "mean", "anomalies": "sum",
-    "rollbacks": "sum", "effective": "mean", "clip": "mean", "num_replicas": "last",
-    "effective_min": "min", "effective_max": "max", "clip_min": "min", "seconds": "mean",
-    "replica_norm": "mean", "replica_z": "max", "replica_weight": "mean",
-    "replica_anomalies": "sum", "replica_pairs": "sum",
-    "unit_norm": "mean", "unit_rollbacks": "sum",
+Merge = Callable[..., Array]
+
+
+def last(rows: Array, axis: int) -> Array:
+    """Return the last row."""
+    found: Array = np.take(rows, -1, axis)
+    return found
+
+
+# How neighbouring rows are merged, by column.
+MERGES: Mapping[str, Merge] = {
+    "round": last, "iteration": last, "num_replicas": last,
+    "wire_bytes": np.nanmean, "rollbacks": np.nansum, "seconds": np.nanmean,
+    "effective": np.nanmean, "effective_min": np.nanmin, "effective_max": np.nanmax,
+    "clip": np.nanmean, "clip_min": np.nanmin,
+    "replica_norm": np.nanmean, "replica_z": np.nanmax, "replica_weight": np.nanmean,
+    "replica_anomalies": np.nansum, "replica_pairs": np.nansum,
+    "unit_norm": np.nanmean, "unit_rollbacks": np.nansum,
 }  # fmt: skip
 
 
-class LossRejections(NamedTuple):
-    """Syncs from which the loss check left a replica out.
+class Bins:
+    """Weighted means of values by place, such as losses by iteration.
 
-    Attributes:
-        num_syncs: number of these syncs.
-        iteration: the iteration before the newest of them.
-        loss: nats per token, mean of the replica's round before the newest; NaN where not known.
-        others: the median of the other replicas' losses there; NaN where not known.
+    When `capacity` (even) bins are full, each becomes twice as wide.
     """
+
+    def __init__(self, capacity: int = MAX_POINTS) -> None:
+        self.width = 1
+        self._first: int | None = None
+        self._sums = np.zeros((capacity, 2))  # of values and of weights
+
+    def add(self, place: int, value: float, weight: float = 1.0) -> None:
+        """Add a value that is already multiplied by its weight; ignore one that is not finite.
+
+        Places never decrease by more than a bin.
+        """
+        if not math.isfinite(value) or not math.isfinite(weight):
+            return
+        if self._first is None:
+            self._first = place
+        while (index := max(0, place - self._first) // self.width) >= len(self._sums):
+            merged = self._sums.reshape(-1, 2, 2).sum(axis=1)
+            self._sums = np.concatenate([merged, np.zeros_like(merged)])
+            self.width *= 2
+        self._sums[index] += value, weight
+
+    def curve(self) -> tuple[Array, Array]:
+        """Return centres and means of the bins that are not empty."""
+        kept = np.flatnonzero(self._sums[:, 1] > 0)
+        first = (self._first or 0) + (self.width - 1) / 2
+        middles: Array = first + kept.astype(np.float64) * self.width
+        return middles, self._sums[kept, 0] / self._sums[kept, 1]
+
+
+class Rows:
+    """Rows of named columns, each a vector; `width` neighbouring rows are stored as one."""
+
+    def __init__(self, merges: Mapping[str, Merge], capacity: int = MAX_POINTS) -> None:
+        self.width, self.count = 1, 0
+        self._capacity, self._merges = capacity, merges
+        self._kept: dict[str, list[Array]] = {name: [] for name in merges}
+        self._pending: dict[str, list[Array]] = {name: [] for name in merges}
+
+    def add(self, row: Mapping[str, Array]) -> None:
+        """Add a row. Where a vector is longer than earlier ones, those are padded with NaN."""
+        self.count += 1
+        for name, pending in self._pending.items():
+            pending.append(row[name])
+            if self.count % self.width == 0:
+                self._kept[name].append(self._merge(name, pending))
+                pending.clear()
+        if self.count // self.width >= self._capacity:
+            for name, kept in self._kept.items():
+                kept[:] = [self._merge(name, kept[i : i + 2]) for i in range(0, len(kept), 2)]
+            self.width *= 2
+
+    def column(self, name: str) -> Array:
+        """Return a column [rows, length of its longest vector]."""
+        pending = self._pending[name]
+        return _stack([*self._kept[name], *([self._merge(name, pending)] if pending else [])])
+
+    def vector(self, name: str) -> Array:
+        """Return a column of one number per row."""
+        return self.column(name)[:, 0]
+
+    def _merge(self, name: str, rows: list[Array]) -> Array:
+        if len(rows) == 1:
+            return rows[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # from columns of NaN only
+            return self._merges[name](_stack(rows), axis=0)
+
+
+def _stack(rows: list[Array]) -> Array:
+    columns = list(zip_longest(*rows, fillvalue=math.nan))
+    return np.array(columns, dtype=np.float64).reshape(len(columns), len(rows)).T
+
+
+class LossRejections(NamedTuple):
+    """Syncs from which the loss check left a replica out; the losses are those of the last one."""
 
     num_syncs: int
     iteration: int
     loss: float
-    others: float
+    others: float  # the median of the other replicas' losses
 
 
 class SyncBrief(NamedTuple):
@@ -49,7 +131,6 @@ class SyncBrief(NamedTuple):
     round: int
     iteration: int
     norm_min: float
-    norm_median: float
     norm_max: float
     effective: float
     clip: float
@@ -64,56 +145,31 @@ class SyncBrief(NamedTuple):
 
 @dataclass
 class Syncs:
-    """All syncs of a run.
+    """All syncs of a training."""
 
-    Attributes:
-        num_replicas: N; of the newest sync in an elastic run.
-        num_columns: replicas that have a column in tables; in an elastic run former members, too.
-        rows: data of the charts. Columns are vectors: [1], [5] (`SYNC_TIMES`), [columns], or [U].
-        units: column of each unit, by name, in order of first appearance.
-        recent: the newest syncs.
-        samples: consumed by all replicas, at the newest sync.
-        newest_round: number of the newest sync; 0 before the first.
-        state_bytes: outer state of one replica; None where not recorded.
-        sums: of `SYNC_TIMES`, of bytes (`wire_bytes`), and of `anomalies` and `rollbacks`.
-        first_time: Unix seconds of the first sync; None before it.
-        last_time: Unix seconds of the newest sync.
-        elapsed: seconds between syncs, without the time between two runs.
-        low_effective: most syncs in a row whose median unit averaged fewer than N / 2 effective
-            replicas.
-        loss_rejections: by column, where there are any.
-        low_clip: most syncs in a row whose median unit was clipped below 0.5.
-    """
-
-    num_replicas: int
-    num_columns: int = 0
-    rows: Rows = field(default_factory=lambda: Rows(_MERGES))
-    units: dict[str, int] = field(default_factory=dict)
+    num_replicas: int  # of the newest sync or run
+    num_columns: int = 0  # replicas that have a column in tables, former members included
+    rows: Rows = field(default_factory=lambda: Rows(MERGES))
+    units: dict[str, int] = field(default_factory=dict)  # columns, by name
     recent: deque[SyncBrief] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
-    samples: int = 0
+    samples: int = 0  # consumed by all replicas, at the newest sync
     newest_round: int = 0
     state_bytes: int | None = None
+    # Sums of `SYNC_TIMES`, `wire_bytes`, `anomalies` and `rollbacks`.
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    first_time: float | None = None
+    first_time: float | None = None  # Unix seconds
     last_time: float | None = None
-    elapsed: float = 0.0
-    low_effective: int = 0
-    loss_rejections: dict[int, LossRejections] = field(default_factory=dict)
+    elapsed: float = 0.0  # seconds between syncs, without the time between two runs
+    low_effective: int = 0  # most syncs in a row with few effective replicas in the median unit
     low_clip: int = 0
+    loss_rejections: dict[int, LossRejections] = field(default_factory=dict)  # by column
     _is_first: bool = True
-    _low_effective_run: int = 0
-    _low_clip_run: int = 0
+    _low_now: list[int] = field(default_factory=lambda: [0, 0])
 
     def add(self, sync: SyncRecord, columns: list[int] | None = None) -> None:
-        """Add a sync.
-
-        Args:
-            sync: the sync.
-            columns: of its replicas; None where they are the first ones, in order.
-        """
+        """Add a sync; its replicas have these columns, or else the first ones in order."""
         self.num_replicas = sync.weights.shape[1]
-        if columns is None:
-            columns = list(range(self.num_replicas))
+        columns = list(range(self.num_replicas)) if columns is None else columns
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # from rows of NaN only
             brief = self._add_row(sync, columns)
@@ -122,22 +178,15 @@ class Syncs:
         self.samples, self.newest_round = sync.samples_all, sync.round
         if sync.state_bytes is not None:
             self.state_bytes = sync.state_bytes
-        increments = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
-        increments |= {
-            name: getattr(brief, name) for name in ("wire_bytes", "anomalies", "rollbacks")
-        }
-        if self._is_first:  # the time before the first one is not known
-            increments |= {"first_exposed": brief.exposed, "first_wait": brief.wait}
-        else:
-            self.elapsed += max(0.0, sync.time - (self.last_time or sync.time))
-        for name, value in increments.items():
-            self.sums[name] += value
-        self.first_time = sync.time if self.first_time is None else self.first_time
-        self.last_time, self._is_first = sync.time, False
-        self._low_effective_run = self._low_effective_run + 1 if brief.effective < self.half else 0
-        self._low_clip_run = self._low_clip_run + 1 if brief.clip < LOW_CLIP else 0
-        self.low_effective = max(self.low_effective, self._low_effective_run)
-        self.low_clip = max(self.low_clip, self._low_clip_run)
+        self._add_sums(sync, brief)
+        for place, is_low in enumerate((brief.effective < self.half, brief.clip < LOW_CLIP)):
+            self._low_now[place] = self._low_now[place] + 1 if is_low else 0
+        self.low_effective = max(self.low_effective, self._low_now[0])
+        self.low_clip = max(self.low_clip, self._low_now[1])
+
+    def resume(self, num_replicas: int) -> None:
+        """Begin the next run of the training; its lines follow."""
+        self.num_replicas, self.samples, self._is_first = num_replicas, 0, True
 
     @property
     def count(self) -> int:
@@ -149,14 +198,6 @@ class Syncs:
         """N / 2."""
         return self.num_replicas / 2
 
-    def resume(self, num_replicas: int) -> None:
-        """Begin the next run of the training; its lines follow.
-
-        Args:
-            num_replicas: of this run.
-        """
-        self.num_replicas, self.samples, self._is_first = num_replicas, 0, True
-
     def share(self, name: str) -> float | None:
         """Return the share of the elapsed time that `exposed` or `wait` took; None if not known."""
         if self.count < 2 or self.elapsed <= 0:
@@ -164,11 +205,7 @@ class Syncs:
         return (self.sums[name] - self.sums[f"first_{name}"]) / self.elapsed
 
     def anomaly_shares(self) -> Array:
-        """Return the share of its (sync, unit) pairs that each replica was left out of.
-
-        Returns:
-            float64 [columns]; NaN before the first sync.
-        """
+        """Return the share of its syncs and units that each column was left out of."""
         if not self.count:
             return np.full(self.num_columns, math.nan)
         pairs = np.nansum(self.rows.column("replica_pairs"), axis=0)
@@ -176,14 +213,11 @@ class Syncs:
         return self._all_columns(left_out / np.maximum(1.0, pairs), 0.0)
 
     def mean_weights(self) -> Array:
-        """Return the mean weight of each replica, float64 [columns]; NaN where there is none."""
-        if not self.count:
-            return np.full(self.num_columns, math.nan)
-        weights = self.rows.column("replica_weight")
-        known = np.isfinite(weights).any(axis=0)
-        means = np.full(weights.shape[1], math.nan)
-        means[known] = np.nanmean(weights[:, known], axis=0)
-        return self._all_columns(means, math.nan)
+        """Return the mean weight of each column; NaN where there is none."""
+        weights = self.rows.column("replica_weight") if self.count else np.empty((0, 0))
+        known = np.isfinite(weights)
+        means = np.nansum(weights, axis=0) / np.maximum(1, known.sum(axis=0))
+        return self._all_columns(np.where(known.any(axis=0), means, math.nan), math.nan)
 
     def _all_columns(self, values: Array, missing: float) -> Array:
         """Return values by column, also of replicas without a sync."""
@@ -204,9 +238,7 @@ class Syncs:
         effective = np.divide(1, squares, out=np.zeros_like(squares), where=squares > 0)
         seconds = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
         brief = SyncBrief(
-            sync.round, sync.iteration,
-            float(np.nanmin(sync.norms)), float(np.nanmedian(sync.norms)),
-            float(np.nanmax(sync.norms)),
+            sync.round, sync.iteration, float(np.nanmin(sync.norms)), float(np.nanmax(sync.norms)),
             float(np.median(effective)), float(np.nanmedian(sync.clip)),
             int(sync.anomalous.sum()), int(sync.rollback.sum()),
             seconds["wait"], seconds["exposed"], seconds["total"], sync.wire_bytes,
@@ -230,6 +262,18 @@ class Syncs:
             "unit_rollbacks": by_unit[1],
         })  # fmt: skip
         return brief
+
+    def _add_sums(self, sync: SyncRecord, brief: SyncBrief) -> None:
+        new = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
+        new |= {name: getattr(brief, name) for name in ("wire_bytes", "anomalies", "rollbacks")}
+        if self._is_first:  # the time before the first one is not known
+            new |= {"first_exposed": brief.exposed, "first_wait": brief.wait}
+        else:
+            self.elapsed += max(0.0, sync.time - (self.last_time or sync.time))
+        for name, value in new.items():
+            self.sums[name] += value
+        self.first_time = sync.time if self.first_time is None else self.first_time
+        self.last_time, self._is_first = sync.time, False
 
     def _add_rejections(self, sync: SyncRecord, columns: list[int]) -> None:
         for replica in sync.rejected:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_edit.observe.records import Array
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -22,38 +24,35 @@ COLORS = (  # safe for colour blindness (Okabe and Ito)
 DARK_COLORS = (  # the same for dark pages
     "#4FA8E0", "#F0813A", "#2FC79B", "#E2A1C6", "#F2B632", "#8FD0F5", "#E8E8E8", "#C9A95A",
 )  # fmt: skip
-# As wide as a phone, so that text is not scaled down there.
-SIZE_INCHES = (4.3, 3.5)
+LINE_STYLES = ("-", "--", ":", "-.")  # one after the other where there are more lines than colours
+MARKERS = "osD^vPX*<>hd"
+SVG_INCHES = (4.3, 3.1)  # as wide as a phone, so that text is not scaled down there
 DOTS_PER_INCH = 240
-SVG_INCHES = (4.3, 3.3)
 MAX_STEPS = 6  # between ticks of the x axis, whose labels would run together if there were more
-# Placeholders, replaced by the colours of the page in the SVG.
-INK, FAINT, PAPER = "#010203", "#040506", "#070809"
+NUM_PLACES = 400  # points of a smoothed curve
+# Colours in PNG files; in SVG they are replaced by those of the page.
+INK, FAINT, PAPER = "#1b1b1c", "#dcdcdd", "#fefeff"
 _PAGE_COLORS = {INK: "var(--ink)", FAINT: "var(--line)", PAPER: "var(--paper)"} | {
     color.lower(): f"var(--c{number})" for number, color in enumerate(COLORS)
 }
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # as text, for search and screen readers
-    "font.family": "sans-serif",
-    "font.size": 9.5,
+    "font.family": "sans-serif", "font.size": 10,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": FAINT, "legend.edgecolor": FAINT, "legend.facecolor": PAPER,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.axisbelow": True, "axes.xmargin": 0.0,
-    "legend.fontsize": 9.0, "legend.framealpha": 0.85, "axes.formatter.limits": (-4, 5),
-    "axes.formatter.use_mathtext": False, "lines.linewidth": 1.4,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.xmargin": 0.0,
+    "ytick.major.size": 0, "grid.linewidth": 0.7,
+    "legend.fontsize": 9.5, "legend.framealpha": 0.85, "axes.formatter.limits": (-4, 5),
+    "axes.formatter.use_mathtext": False, "lines.linewidth": 1.5,
 }  # fmt: skip
+Curve = tuple[Array, Array]  # places and values
+EMPTY: Curve = (np.empty(0), np.empty(0))
 
 
 @dataclass
 class Drawing:
-    """A chart under construction.
-
-    Attributes:
-        figure: of matplotlib.
-        axes: the only axes of the figure.
-        svg: the finished chart as an HTML element; empty before.
-    """
+    """A chart under construction; `svg` is empty until it is finished."""
 
     figure: Figure
     axes: Axes
@@ -61,37 +60,39 @@ class Drawing:
 
 
 @contextmanager
-def svg_drawing(name: str, *, height: float = SVG_INCHES[1]) -> Iterator[Drawing]:
-    """Draw in the block; afterwards `svg` holds the chart.
+def svg_drawing(
+    name: str, *, height: float = SVG_INCHES[1], png: Path | None = None
+) -> Iterator[Drawing]:
+    """Draw in the block; afterwards `svg` holds the chart, with a legend below the axes.
 
     Args:
         name: unique on the page, as the ids inside the SVG are derived from it.
         height: in inches; the width is that of a phone.
+        png: a file for the same chart on white.
     """
     from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with rc_context(_STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=(SVG_INCHES[0], height), layout="constrained")
-        FigureCanvasSVG(figure)
+        FigureCanvasAgg(figure)
         figure.patch.set_visible(False)
         axes = figure.subplots()
         axes.patch.set_visible(False)
-        _space_ticks(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(MAX_STEPS))
         drawing = Drawing(figure, axes)
         yield drawing
         _mark_single_points(axes)
+        _add_legend(axes)
         file = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=no_metadata)
+        if png is not None:
+            figure.patch.set_visible(True)
+            figure.savefig(png, dpi=DOTS_PER_INCH, facecolor="white")
     drawing.svg = _svg_element(file.getvalue())
-
-
-def _space_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(MAX_STEPS))
 
 
 def _mark_single_points(axes: Axes) -> None:
@@ -102,12 +103,17 @@ def _mark_single_points(axes: Axes) -> None:
             line.set(marker="o", markersize=3.5, clip_on=False)
 
 
-def show_tokens(axes: Axes) -> None:
-    """Name the x axis, whose values are tokens of all replicas, and shorten its numbers."""
-    from matplotlib.ticker import EngFormatter
-
-    axes.set_xlabel("tokens of all replicas")
-    axes.xaxis.set_major_formatter(EngFormatter())
+def _add_legend(axes: Axes) -> None:
+    """Put a legend below the axes, so that it covers no data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
+    longest = max(map(len, labels))
+    columns = 4 if longest <= 9 else 3 if longest <= 16 else 2 if longest <= 28 else 1
+    axes.figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(columns, len(labels)),
+        columnspacing=0.8, handlelength=1.2, frameon=False,
+    )  # fmt: skip
 
 
 def _svg_element(text: str) -> str:
@@ -126,40 +132,41 @@ def _svg_element(text: str) -> str:
     return f'<svg {box[0]} aria-hidden="true">{body}'.strip()
 
 
-def legend_below(axes: Axes) -> None:
-    """Put the legend below the axes, so that it covers no data."""
-    handles, labels = axes.get_legend_handles_labels()
-    if not labels:
-        return
-    longest = max(map(len, labels))
-    columns = 4 if longest <= 9 else 3 if longest <= 16 else 2 if longest <= 28 else 1
-    axes.figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(columns, len(labels)),
-        columnspacing=0.8, handlelength=1.2, frameon=False,
-    )  # fmt: skip
+def show_tokens(axes: Axes) -> None:
+    """Name the x axis, whose values are tokens of all replicas, and shorten its numbers."""
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("tokens of all replicas")
+    axes.xaxis.set_major_formatter(EngFormatter())
 
 
-@contextmanager
-def png_axes(path: Path, title: str) -> Iterator[Axes]:
-    """Draw on the axes in the block; afterwards the file `path` holds the chart.
+def plot_losses(axes: Axes, number: int, label: str, training: Curve, validation: Curve) -> None:
+    """Plot the losses of one of several runs: training as a thin line, validation as markers."""
+    color, mark = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+    has_marks = bool(validation[0].size)
+    axes.plot(*training, color=color, alpha=0.6, linewidth=1, label=None if has_marks else label)
+    if has_marks:
+        axes.plot(*validation, mark, color=color, markersize=5, label=label,
+                  clip_on=False, zorder=3)  # fmt: skip
+    axes.set_ylabel("loss (nats per token)")
 
-    The background is white, for pages of unknown colours.
+
+def smoothed(ends: Array, losses: Array, width: float) -> Curve:
+    """Smooth training losses with a moving mean over `width`; return places and losses.
+
+    A loss counts for all tokens since the previous one, so that one loss per step and one per round
+    give the same curve.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"axes.xmargin": 0.0}):
-        figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
-        _space_ticks(axes)
-        yield axes
-        _mark_single_points(axes)
-        axes.set_title(title, fontsize=11)
-        axes.grid(alpha=0.3)
-        legend_below(axes)
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-        plt.close(figure)
+    known = np.isfinite(losses)
+    ends, losses = ends[known], losses[known]
+    if ends.size < 2:
+        return ends, losses
+    edges = np.concatenate([[max(0.0, 2 * ends[0] - ends[1])], ends])
+    sums = np.concatenate([[0.0], np.cumsum(losses * np.diff(edges))])
+    places = np.linspace(edges[0], edges[-1], NUM_PLACES)
+    half = max(width, (edges[-1] - edges[0]) / NUM_PLACES) / 2
+    first, last = np.maximum(edges[0], places - half), np.minimum(edges[-1], places + half)
+    return places, (np.interp(last, edges, sums) - np.interp(first, edges, sums)) / (last - first)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:

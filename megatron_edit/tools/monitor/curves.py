@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,62 +11,39 @@ import numpy as np
 
 from megatron_edit.observe.records import VALIDATION, Array
 from megatron_edit.tools.compare.console_log import NUM_EXCLUDED_ITERATIONS
-from megatron_edit.tools.compare.pictures import Curve, smoothed
-from megatron_edit.tools.compare.readings import Point
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.series import Bins
+from megatron_edit.tools.monitor.syncs import Bins
+from megatron_edit.tools.pages.drawing import EMPTY, Curve, smoothed
 
-EMPTY: Curve = (np.empty(0), np.empty(0))
+WIDTH_SHARE = 25  # training losses are means over 1/25 of the longest training
 
 
 @dataclass(frozen=True, eq=False)
 class RunCurves:
-    """One of several runs. Tokens are those of all replicas together since the start.
-
-    Attributes:
-        name: of the run.
-        run: read already.
-        tokens_per_x: tokens per x value of the run's own charts; None in files of old versions.
-        seconds: of training by tokens, without the first step of each process, evaluations and
-            saves.
-        training, validation: losses by tokens.
-        sent: bytes that one replica has sent to others in syncs, by tokens.
-    """
+    """A run and its curves. Tokens are those of all replicas together since the start."""
 
     name: str
     run: MonitoredRun
-    tokens_per_x: int | None
-    seconds: Curve
-    training: Curve
-    validation: Curve
-    sent: Curve
+    seconds: Curve = EMPTY  # without the first step of each process, evaluations and saves
+    training: Curve = EMPTY
+    validation: Curve = EMPTY
+    sent: Curve = EMPTY  # bytes that one replica has sent to others in syncs
 
     @classmethod
     def of(cls, name: str, run: MonitoredRun) -> RunCurves:
         """Return the curves of a run; they are empty where tokens are not known."""
         facts = run.facts
-        assert facts is not None
         if not facts.batch_size or not facts.seq_length:
-            return cls(name, run, None, EMPTY, EMPTY, EMPTY, EMPTY)
-        scale = facts.seq_length * (1 if run.is_plotted_by_samples else facts.batch_size)
+            return cls(name, run)
+        batch = facts.batch_size * facts.seq_length
+        scale = facts.seq_length if facts.is_plotted_by_samples else batch
         return cls(
-            name, run, scale,
+            name, run,
             seconds=_scaled(_clock(run), scale),
             training=_scaled(_losses(run).curve(), scale),
             validation=_scaled(run.validation.curve(), scale),
-            sent=_scaled(_sent(run), facts.seq_length * facts.batch_size),
+            sent=_scaled(_sent(run), batch),
         )  # fmt: skip
-
-    @property
-    def tokens(self) -> float | None:
-        """Consumed so far; None where not known."""
-        facts = self.run.facts
-        if facts is None or not facts.batch_size or not facts.seq_length:
-            return None
-        samples = self.run.samples
-        if samples is None:
-            samples = self.run.iteration * facts.batch_size
-        return float(samples * facts.seq_length)
 
     @property
     def speed(self) -> float | None:
@@ -74,12 +52,11 @@ class RunCurves:
         Without evaluations, saves and the first steps, but with syncs. None where not known.
         """
         tokens, seconds = self.seconds
-        facts = self.run.facts
-        if tokens.size < 2 or facts is None:
+        if tokens.size < 2:
             return None
-        batch = (facts.batch_size or 0) * (facts.seq_length or 0)
+        batch = self.run.facts.batch_tokens or 0
         first_steps = tokens[0] + NUM_EXCLUDED_ITERATIONS * batch
-        for start in (max(first_steps, facts.warmup_steps * batch), first_steps, tokens[0]):
+        for start in (max(first_steps, self.run.facts.warmup_steps * batch), first_steps, 0):
             kept = tokens >= start
             if kept.sum() >= 2:
                 length = float(np.ptp(seconds[kept]))
@@ -93,21 +70,22 @@ class RunCurves:
         seconds: Array = np.interp(tokens, *self.seconds)
         return seconds
 
-    def smoothed(self, width: float) -> Curve:
-        """Return the training loss as a moving mean.
-
-        Args:
-            width: of the window, tokens.
-        """
-        points = zip(*(values.tolist() for values in self.training), strict=True)
-        return smoothed([Point(0, tokens, 0.0, loss) for tokens, loss in points], width)
-
     @property
     def final_loss(self) -> float | None:
         """Validation loss of the last evaluation, mean over the validation sets."""
         found = [each for each in self.run.evaluations.values()
                  if each.split == VALIDATION and math.isfinite(each.loss)]  # fmt: skip
         return fmean(each.loss for each in found) if found else None
+
+    def training_loss(self, width: float) -> float:
+        """Return the training loss at the end, mean over `width` tokens."""
+        losses = smoothed(*self.training, width)[1]
+        return float(losses[-1]) if losses.size else self.run.latest_loss
+
+
+def smoothing_tokens(runs: Sequence[RunCurves]) -> float:
+    """Return the tokens over which each training loss is averaged, in all runs."""
+    return max((float(np.max(run.training[0], initial=0)) for run in runs), default=0) / WIDTH_SHARE
 
 
 def _scaled(curve: Curve, scale: float) -> Curve:
@@ -146,7 +124,7 @@ def _sent(run: MonitoredRun) -> Curve:
     rows = run.syncs.rows
     if not rows.count:
         return EMPTY
-    sizes, iterations = rows.column("wire_bytes")[:, 0], rows.column("iteration")[:, 0]
+    sizes = rows.vector("wire_bytes")
     merged = np.full(sizes.size, rows.width)
     merged[-1] = rows.count - rows.width * (sizes.size - 1)
-    return iterations, np.cumsum(sizes * merged)
+    return rows.vector("iteration"), np.cumsum(sizes * merged)
