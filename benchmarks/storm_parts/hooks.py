@@ -36,8 +36,6 @@ import torch
 
 from tests.host.spy import built_chunks, parameter_digest
 
-from .control import ControlMeter
-
 LATE_SECONDS = 0.5  # that the others wait for one that is killed before it arrives
 SENT_SECONDS = 0.1  # in which the agent's thread has sent a report
 HIGHEST_OF_EXPONENT = 30  # bit of a float32
@@ -47,7 +45,6 @@ READS_OF_COPY, FATAL_READ = 8, 4  # reads of a copy: four units; and the one in 
 def install() -> None:
     """Hook everything."""
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    ControlMeter().install()
     _record_digest()
     _pad_steps(float(os.environ["STORM_STEP"]))
     _hook_meetings()
