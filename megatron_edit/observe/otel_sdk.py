@@ -19,13 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
-from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag
-from megatron_edit.observe.listeners import METRICS_EXTRA, require_package
-
 TRACES, METRICS = SIGNALS = ("TRACES", "METRICS")
-_GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-_HTTP, _GRPC = "http/protobuf", "grpc"
 _SERVICE = "megatron-lm"  # Megatron's own default for OTEL_SERVICE_NAME
 
 
@@ -59,7 +53,7 @@ def make_providers(
         has_port: whether Prometheus scrapes this process.
 
     Raises:
-        UsageError: a variable has a value that is not supported. The SDK raises other errors.
+        Exception: of any type; a variable has an unsupported value, or a package is missing.
     """
     resource = Resource.create({"service.name": _SERVICE, **attributes})
     resource = resource.merge(OTELResourceDetector().detect())
@@ -80,23 +74,19 @@ def make_providers(
 
 def _exporter(signal: str, module: str, name: str) -> Any:
     """Make the OTLP exporter of a signal; None where the user wants none."""
-    if _choice((f"OTEL_{signal}_EXPORTER",), ("otlp", "none")) == "none":
+    if _choice(("otlp", "none"), f"OTEL_{signal}_EXPORTER") == "none":
         return None
     names = (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-    protocol = _choice(names, (_HTTP, _GRPC))
-    package = "opentelemetry.exporter.otlp.proto." + ("grpc" if protocol == _GRPC else "http")
-    value = f"{flag('telemetry')} ({protocol})"
-    require_package(value, package, _GRPC_PACKAGE if protocol == _GRPC else METRICS_EXTRA)
+    protocol, _, _ = _choice(("http/protobuf", "grpc"), *names).partition("/")
     for variable in (f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         url = os.environ.get(variable, "").strip()
-        if url and protocol == _HTTP and not url.startswith(("http://", "https://")):
-            raise UsageError(
-                f"{variable}={url}",
-                "must begin with http:// or https://",
-                "give the whole URL of the collector, such as http://HOST:4318",
-            )
-    exporter = getattr(import_module(f"{package}.{module}_exporter"), name)()
-    _keep_random_state()
+        if url and protocol == "http" and not url.startswith(("http://", "https://")):
+            raise ValueError(f"{variable}={url}, which must begin with http:// or https://")
+    package = import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.{module}_exporter")
+    exporter = getattr(package, name)()
+    for each, loaded in list(sys.modules.items()):  # they draw the times of their retries
+        if each.startswith("opentelemetry.exporter.") and vars(loaded).get("random") is random:
+            loaded.random = random.Random()  # type: ignore[attr-defined]
     process, export = os.getpid(), exporter.export
     exporter.export = lambda *args, **kwargs: (
         export(*args, **kwargs) if os.getpid() == process else None
@@ -104,26 +94,11 @@ def _exporter(signal: str, module: str, name: str) -> Any:
     return exporter
 
 
-def _keep_random_state() -> None:
-    """Let exporters, which draw the times of their retries, not draw from Python's `random`."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("opentelemetry.exporter.") and vars(module).get("random") is random:
-            module.random = random.Random()  # type: ignore[attr-defined]
-
-
-def _choice(variables: Collection[str], choices: tuple[str, str]) -> str:
-    """Return the value of the first variable that is set; else the first choice.
-
-    Raises:
-        UsageError: it is none of the choices.
-    """
+def _choice(choices: tuple[str, str], *variables: str) -> str:
+    """Return the value of the first variable that is set; else the first choice."""
     for name in variables:
-        if value := os.environ.get(name, "").strip():
-            if value in choices:
-                return value
-            raise UsageError(
-                f"{name}={value}",
-                f"{flag('telemetry')} supports only: {', '.join(choices)}",
-                f"unset it, or use one of these ({flag('metrics_port')} is for Prometheus)",
-            )
+        if (value := os.environ.get(name, "").strip()) and value not in choices:
+            raise ValueError(f"{name}={value}; supported are {' and '.join(choices)}")
+        if value:
+            return value
     return choices[0]

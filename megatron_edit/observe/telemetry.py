@@ -290,15 +290,13 @@ def check_telemetry(*, otlp: bool, port: int | None, num_replicas: int) -> None:
             )
     if not otlp:
         return
-    require_package(flag("telemetry"), "opentelemetry.sdk", METRICS_EXTRA)
+    require_package(flag("telemetry"), "opentelemetry.exporter.otlp.proto.http", METRICS_EXTRA)
     from megatron_edit.observe import otel_sdk
 
     try:
         for provider in otel_sdk.make_providers(otel_sdk.SIGNALS, {}, has_port=False):
             if provider is not None:
                 provider.shutdown()
-    except UsageError:
-        raise
     except Exception as error:  # of any type: what the SDK makes of its variables
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(
