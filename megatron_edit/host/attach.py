@@ -47,7 +47,7 @@ from megatron_edit.observe.console import (
     tolerate_broken_output,
     warn,
 )
-from megatron_edit.observe.events import EventLog, prepare_log_dir
+from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.folder_lock import FolderLock
 
 if TYPE_CHECKING:  # it imports Megatron, which must be patched first
@@ -213,9 +213,10 @@ class Attachment:
         from megatron_edit.host import data
         from megatron_edit.host.telemetry import TelemetryControl
 
-        if self._config.log_dir is not None:
-            check_folder(flag("log_dir"), self._config.log_dir, is_local=True)
-        log_dir = prepare_log_dir(self._config.log_dir)
+        log_dir = None if self._config.log_dir is None else Path(self._config.log_dir)
+        if log_dir is not None:
+            check_folder(flag("log_dir"), str(log_dir), is_local=True)
+            log_dir.mkdir(parents=True, exist_ok=True)
         self._world = join(
             placement,
             rendezvous=self._config.rendezvous,

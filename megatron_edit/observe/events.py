@@ -25,7 +25,6 @@ from megatron_edit.atomic_files import write_atomic
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.engine import SyncReport
-from megatron_edit.errors import UsageError
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
@@ -404,30 +403,6 @@ class EventLog:
                 f"WARNING: for {WATCHED_SYNCS} syncs the median unit was clipped below "
                 f"{LOW_CLIP:g}; raise --edit-clip, or lower the learning rate"
             )
-
-
-def prepare_log_dir(path: str | None) -> Path | None:
-    """Make the folder of the event files.
-
-    Raises:
-        UsageError: it cannot be made or written to.
-    """
-    if path is None:
-        return None
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--edit-log-dir {path}",
-            f"must be a folder that can be written to ({error.strerror})",
-            "give another folder, or correct its permissions",
-            is_local=True,
-        ) from error
-    return folder
 
 
 def next_number(folder: Path) -> int:
