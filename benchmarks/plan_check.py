@@ -35,7 +35,7 @@ from megatron_edit.tools.plan.job import Job, read_job
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}
 MAX_SPEED_ERROR, MAX_BYTES_ERROR = 0.20, 0.10
 CORES = 2
-# The coefficients in megatron_edit/tools/plan/machine.py were fitted to these.
+# The coefficients in megatron_edit/tools/plan/exchanges.py were fitted to these.
 FITTED = {("stock", None), ("stock", 20e6)}
 STEP_OF_GROWTH = 0.03  # seconds; blocking syncs do not depend on it
 

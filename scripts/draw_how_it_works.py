@@ -1,4 +1,4 @@
-"""Draw docs/how-it-works.png: the phases of a run, and one sync in the forward pass.
+"""Draw docs/dev/how-it-works.png: the phases of a run, and one sync in the forward pass.
 
 python scripts/draw_how_it_works.py [--output FILE]
 """
@@ -16,7 +16,7 @@ from script_errors import OneLineParser, exit_code_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "how-it-works.png"
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "dev" / "how-it-works.png"
 WARMUP, INNER, WIRE, OUTER, SHARED = "#9aa5b1", "#4c78a8", "#f58518", "#54a24b", "#b279a2"
 NUM_WARMUP, TAU, NUM_ROUNDS = 4, 6, 3
 UNITS = ("embedding", "layer 1", "layer 2", "layer 3", "layer 4", "final")

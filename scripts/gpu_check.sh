@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks EDiT on this machine's GPUs in under ten minutes; see benchmarks/gpu_check.py and docs/gpu.md.
+# Checks EDiT on this machine's GPUs in under ten minutes; see docs/dev/gpu.md.
 #
 #   scripts/gpu_check.sh [--python INTERPRETER] [--output FILE.json] [--budget SECONDS] [--list]
 #                        [--cases NAMES] [--devices N] [--nccl LIBRARY] [--device cuda|cpu]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.host.devices import choose_device, unusable_gpus, visible_gpus
-from tests.harness.launch import REPOSITORY
 
 AUTO = EditConfig()
 NVIDIA, DRIVER, AMD = "dev/nvidia0", "proc/driver/nvidia/gpus/0000:3b:00.0", "dev/kfd"
@@ -105,20 +103,3 @@ def test_cpu_can_be_requested_on_gpu_machine(
     assert choose_device(EditConfig(device="cpu"), root) == torch.device("cpu")
     with pytest.raises(UsageError, match="no CUDA device was found"):
         choose_device(EditConfig(device="cuda"), root)
-
-
-def test_cuda_branches_are_listed_in_docs() -> None:
-    """Catches a file with an unlisted CUDA branch, and a listed file that no longer exists."""
-    cuda_branch = re.compile(r"torch\.cuda\.\w+\(|[!=]= \"cuda\"|\.is_cuda\b|get_device_capability")
-    package = REPOSITORY / "megatron_edit"
-    found = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if cuda_branch.search(path.read_text(encoding="utf-8"))
-    }
-    text = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
-    _, _, listed = text.partition("Branches for CUDA that no test on a CPU reaches")
-    listed, _, _ = listed.partition("Known limitations")
-    named = set(re.findall(r"`((?:comm|engine|host|tools)/[\w/]+\.py)`", listed))
-    assert found <= named, found - named
-    assert all((package / name).is_file() for name in named)

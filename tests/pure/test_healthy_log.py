@@ -1,4 +1,4 @@
-"""The unhealthy lines in docs/healthy-log.md, compared with what a sync prints.
+"""The unhealthy lines in docs/monitoring.md, compared with what a sync prints.
 
 tests/system/test_docs.py compares the healthy ones with a run.
 """
@@ -17,7 +17,7 @@ from tests.harness.launch import REPOSITORY
 from tests.harness.quotes import quotes, shape_of
 from tests.pure.test_event_log import report
 
-PAGE = REPOSITORY / "docs" / "healthy-log.md"
+PAGE = REPOSITORY / "docs" / "monitoring.md"
 
 
 def test_unhealthy_lines_are_those_of_the_reports() -> None:

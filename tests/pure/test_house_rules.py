@@ -1,4 +1,4 @@
-"""The house rules of docs/contributing.md that no linter knows, and the contracts of imports.
+"""The house rules of docs/dev/contributing.md that no linter knows, and the contracts of imports.
 
 Which module may import which is in pyproject.toml (import-linter); docstrings, lengths, prints and
 globals are checked by ruff.
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_edit"
-COLLECTIVES = ("comm/collectives.py", "comm/staging.py")  # and an adapter below it
+COLLECTIVES = ("comm/collectives.py", "comm/transport.py")  # and an adapter below it
 # Collectives of torch.distributed and of raw process groups, used only in COLLECTIVES.
 RAW_COLLECTIVES = {
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce_coalesced",

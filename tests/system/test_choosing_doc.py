@@ -40,7 +40,7 @@ def rows(table: str) -> list[list[str]]:
 @cache
 def base_command() -> list[str]:
     """Return the words of the page's plan command, without its link."""
-    (line,) = (c.words for c in commands("", document="docs/choosing.md"))
+    (line,) = (c.words for c in commands("megatron-edit plan", document="docs/choosing.md"))
     at = line.index("--link")
     return [*line[1:at], *line[at + 2 :]]
 

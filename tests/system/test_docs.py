@@ -121,36 +121,40 @@ PAGES = {
         {"--save-interval 500": "--save-interval 2", "--ckpt-step 500": "--ckpt-step 2"},
         (SYNCED, "runs/a"),
     ),
-    "docs/choosing.md": Page(shows=("of the ideal",)),
+    "docs/choosing.md": Page(
+        {"--edit-warmup-steps 40": "--edit-warmup-steps 20",
+         VALID: f"{VALID} --num-layers 1 --hidden-size 64 --train-iters 36 --eval-iters 1"},
+        ("of the ideal", "--edit-auto after step 20: tau 8", "--edit-auto expects",
+         "--edit-auto measured", "sync 2 after iteration 36"),
+    ),
     "docs/cluster.md": Page(
         {OF_READER: MOCK, "=eth0": "=lo", "--split 99,1,0": "--split 90,10,0",
          "--edit-log-dir runs/7b/log\n":
          f"--edit-log-dir runs/7b/log {SMALL_7B} --save-interval 4\n"},
         ("of the ideal", CHECKED, "sync mode overlap", "all-reduce among the replicas",
          "replica 0 is on node1 (8 ranks), node2 (8 ranks)",
-         "replica 1 is on node10 (8 ranks), node11 (8 ranks)", SYNCED, "sbatch --nodes=4"),
+         "replica 1 is on node10 (8 ranks), node11 (8 ranks)", SYNCED, "sbatch --nodes=4",
+         "all-reduce among the replicas"),
     ),
-    "docs/compare.md": Page(
-        {"--edit-num-replicas 4 --edit-warmup-steps 1000 --edit-sync-interval 128":
-         "--edit-num-replicas 2 --edit-warmup-steps 2 --edit-sync-interval 1",
-         "--edit-sync-seconds 60": "--edit-sync-seconds 1", "--seeds 1,2,3": "--seeds 1",
-         "--nproc-per-node 8": "--nproc-per-node 2"},
-        ("a-edit",),
-    ),
-    "docs/contributing.md": Page(
+    "docs/dev/contributing.md": Page(
         {"--out before.runs": "--out before.runs --only edit",
          "--out after.runs": "--out after.runs --only edit",
          "--out before.surfaces": "--out before.surfaces --only help",
          "--out after.surfaces": "--out after.surfaces --only help"},
         (*TESTS, "-m pytest tests/pure -k detector"),
     ),
-    "docs/healthy-log.md": Page({VALID: f"{VALID} --hidden-size 64 --edit-log-dir log"}),
-    "docs/install.md": Page(),
-    "docs/monitoring.md": Page(),
-    "docs/plan.md": Page(shows=("of the ideal", "share_of_ideal", "ok: 8 replicas x 8 ranks")),
+    "docs/monitoring.md": Page({VALID: f"{VALID} --hidden-size 64"}),
+    "docs/plan.md": Page(
+        {"--edit-num-replicas 4 --edit-warmup-steps 1000 --edit-sync-interval 128":
+         "--edit-num-replicas 2 --edit-warmup-steps 2 --edit-sync-interval 1",
+         "--edit-sync-seconds 60": "--edit-sync-seconds 1", "--seeds 1,2,3": "--seeds 1",
+         "--nproc-per-node 8": "--nproc-per-node 2"},
+        ("of the ideal", "share_of_ideal", "ok: 8 replicas x 8 ranks", "a-edit"),
+    ),
     "docs/quickstart.md": Page(
         {**QUICK, "--standalone --nproc-per-node 4": "--standalone --nproc-per-node 2",
-         "--edit-log-dir log": f"--edit-log-dir log {SMALL}"},
+         "--edit-log-dir log": f"--edit-log-dir log {SMALL}",
+         "pip install '.[report]'": "unset PYTHONPATH\npip install '.[report]'"},  # imports that
         (SYNCED, "pretrain_gpt.py", CHECKED, "of the ideal"),
     ),
     "docs/slurm.md": Page({"JOB": "7"}, ("sbatch --nodes", "scancel --batch --signal=USR1 7")),
@@ -158,13 +162,6 @@ PAGES = {
     "docs/troubleshooting.md": Page(
         shows=("symbols of Megatron", "shared folder", "ok: 2 replicas x 8 ranks")
     ),
-    "docs/tuning.md": Page(
-        {"--edit-warmup-steps 40": "--edit-warmup-steps 20",
-         VALID: f"{VALID} --num-layers 1 --hidden-size 64 --train-iters 36 --eval-iters 1"},
-        ("--edit-auto after step 20: tau 8", "--edit-auto expects", "--edit-auto measured",
-         "sync 2 after iteration 36"),
-    ),
-    "docs/two-sites.md": Page(shows=("all-reduce among the replicas",)),
 }  # fmt: skip
 
 
@@ -262,8 +259,6 @@ class Runs:
             "MEGATRON_EDIT_VENV": str(self._python.parent.parent / "stub"),
             "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "false",
         }  # fmt: skip
-        if clone == self.clone("docs/install.md"):
-            del env["PYTHONPATH"]  # what the page installs is imported
         with closing(Shell(folder, env)) as shell:
             return "".join([shell.run(text) for text in texts])
 
@@ -278,8 +273,7 @@ class Runs:
         shutil.copytree(clone / "corpus", clone / "quickstart_out" / "corpus")
         (clone.parent / "before").symlink_to(self.source)
         if clone == self.clone("docs/monitoring.md"):
-            for name in ("log", "other_log"):
-                SyntheticRun(rounds=3).write(clone / name)
+            SyntheticRun(rounds=3).write(clone / "other_log")
 
 
 def _make_environment(folder: Path) -> Path:
@@ -356,17 +350,15 @@ def test_blocks_of_commands_are_counted(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_generated_pages_are_current(runs: Runs) -> None:
-    """Would catch a change of config.py without `python scripts/make_flags_doc.py`, and of the
-    cost model without plan_check.py."""
-    for page in ("docs/contributing.md", "docs/plan.md"):
-        runs.output(page)
-        git = ["git", "-C", str(runs.clone(page)), "status", "--porcelain", "docs", "benchmarks"]
-        assert run(git) == ""
+    """Would catch a change of config.py without `python scripts/make_flags_doc.py`."""
+    page = "docs/dev/contributing.md"
+    runs.output(page)
+    assert run(["git", "-C", str(runs.clone(page)), "status", "--porcelain", "docs"]) == ""
 
 
 def test_healthy_log_is_printed(runs: Runs) -> None:
     """Would catch a console line that a run does not print any more. Numbers may differ."""
-    page = "docs/healthy-log.md"
+    page = "docs/monitoring.md"
     quoted = quotes(REPOSITORY / page, "a healthy run")
     assert len(quoted) > 8
     printed = runs.output(page).splitlines()
@@ -376,11 +368,11 @@ def test_healthy_log_is_printed(runs: Runs) -> None:
 
 def test_events_have_the_documented_fields(runs: Runs) -> None:
     """Would catch a field missing in docs/events.md, and other event files."""
-    runs.output("docs/healthy-log.md")
-    log = runs.clone("docs/healthy-log.md") / "log"
+    runs.output("docs/monitoring.md")
+    log = runs.clone("docs/monitoring.md") / "log"
     assert {path.name for path in log.iterdir()} == {
         "run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl", "replica-1.jsonl",
-        "replica-1.log", "run.lock"}  # fmt: skip
+        "replica-1.log", "run.lock", "report.html"}  # fmt: skip
     text = (REPOSITORY / "docs" / "events.md").read_text(encoding="utf-8")
     for path in sorted(log.glob("*.json*")):
         content = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to Hugging Face by Megatron-LM's own script (docs/export.md).
+"""Export of a checkpoint to Hugging Face by Megatron-LM's own script (docs/checkpoints.md).
 
 Skipped without transformers and nvidia-modelopt.
 """
@@ -22,7 +22,7 @@ from tests.harness.ports import free_ports
 from tests.system.export_on_cpu import SCRIPT, TOKENS
 
 pytestmark = [pytest.mark.full, pytest.mark.clone, pytest.mark.timeout(400)]
-# A Llama of Hugging Face's, as docs/export.md says.
+# A Llama of Hugging Face's, as docs/checkpoints.md says.
 LLAMA: Flags = {
     "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 176, "num_attention_heads": 4,
     "group_query_attention": True, "num_query_groups": 2, "swiglu": True,

@@ -1,6 +1,6 @@
 """Replicas whose ranks are started by `ft_launcher` of NVIDIA's resiliency extension.
 
-Skipped where it is missing, or older than Megatron requires (docs/ft-launcher.md).
+Skipped where it is missing, or older than Megatron requires (docs/slurm.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import plan_check
 
-# More replicas than cores; see docs/plan.md.
+# More replicas than cores: the planner multiplies the computation by replicas / cores, which is too
+# much where some replicas compute while others wait.
 MISSED = {
     "no limit, 4 layers, hidden 128, N 3",
     "1 Gbit/s, 4 layers, hidden 128, N 4",

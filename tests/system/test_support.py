@@ -66,7 +66,7 @@ def test_results_of_other_code_are_stale(
     for code, expected in ((data["main"]["code"], 0), ("other", 1)):
         data["main"]["code"] = code
         (tmp_path / "data.json").write_text(json.dumps(data))
-        (tmp_path / "page.md").write_text(make_support_doc.page(data))
+        (tmp_path / "page.md").write_text(make_support_doc.page(data, "text\n"))
         assert make_support_doc.main(["--check"]) == expected
     message = "main was tried with other code of host/, engine/ or comm/"
     assert message in (printed := capsys.readouterr().err) and make_support_doc.COMMAND in printed

@@ -1,4 +1,4 @@
-"""Two sites with firewalls, in a network lab: docs/two-sites.md says which ports must be open.
+"""Two sites with firewalls, in a network lab: docs/cluster.md says which ports must be open.
 
 Each site is a host of its own with a replica; the rules of its firewall refuse every connection
 that the page does not name. Skipped if namespaces cannot be created, or without nftables.

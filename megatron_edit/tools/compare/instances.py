@@ -3,7 +3,7 @@
 The data-parallel ranks are split into instances of consecutive ranks. An instance reduce-scatters
 its gradients and gathers its parameters by itself; between instances only the shards of the
 gradients are all-reduced, bucket by bucket. NVIDIA recommends it for training across data centers,
-with an instance in each (source: docs/compare.md).
+with an instance in each (source: docs/plan.md).
 """
 
 from __future__ import annotations
