@@ -20,16 +20,9 @@ from frame.page import Column, table_of
 from frame.study import read_one
 from netlab import burst_bytes
 
-from megatron_edit.tools.plan.exchanges import (
-    CPU,
-    Link,
-    Machine,
-    TimingSetting,
-    stock_cost,
-    sync_cost,
-    sync_traffic,
-)
+from megatron_edit.tools.plan.exchanges import TimingSetting, stock_cost, sync_cost, sync_traffic
 from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.machine import CPU, Link, Machine
 
 # The series of each study that the planner is compared with.
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}

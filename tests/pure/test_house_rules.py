@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_edit"
-COLLECTIVES = ("comm/collectives.py", "comm/transport.py")  # and an adapter below it
+COLLECTIVES = ("comm/collectives.py", "comm/staging.py")  # and an adapter below it
 # Collectives of torch.distributed and of raw process groups, used only in COLLECTIVES.
 RAW_COLLECTIVES = {
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce_coalesced",

@@ -21,9 +21,6 @@ from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval, warmup_warning
 from megatron_edit.tools.plan.exchanges import (
-    CPU,
-    GPU,
-    Link,
     TimingSetting,
     gradient_traffic,
     stock_traffic,
@@ -32,6 +29,7 @@ from megatron_edit.tools.plan.exchanges import (
     synchronous_cost,
 )
 from megatron_edit.tools.plan.job import NAMES, Job, read_job
+from megatron_edit.tools.plan.machine import CPU, GPU, Link
 from megatron_edit.tools.plan.memory import edit_parts, stock_parts
 from megatron_edit.tools.plan.plan import lines, make_plan
 from tests.harness.planned_state import persistent_bytes

@@ -14,8 +14,9 @@ from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
 from megatron_edit.method.cost import UnitExchange, exposed_of_round, gaps_of_round, round_cost
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
-from megatron_edit.tools.plan.exchanges import GPU, Link, TimingSetting, sync_cost
+from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
 from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.machine import GPU, Link
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")

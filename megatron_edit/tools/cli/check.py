@@ -256,8 +256,9 @@ def _warmup_lines(
         return
     # They import torch.
     from megatron_edit.tools.plan.advice import LONG_WARMUP, warmup_warning
-    from megatron_edit.tools.plan.exchanges import GPU, Link, TimingSetting
+    from megatron_edit.tools.plan.exchanges import TimingSetting
     from megatron_edit.tools.plan.job import read_job
+    from megatron_edit.tools.plan.machine import GPU, Link
 
     ranks = place.num_replicas * place.ranks_per_replica
     try:

@@ -22,8 +22,8 @@ from megatron_edit.tools.cli.words import (
     places,
     ranks_by_host,
 )
-from megatron_edit.tools.plan.exchanges import CPU, GPU, MACHINES, Link
 from megatron_edit.tools.plan.job import DEFAULT_NAMES, NAMES, Job, read_job
+from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
 from megatron_edit.tools.plan.values import (
     LEAST,
     MOST,
