@@ -9,6 +9,7 @@ import pytest
 
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.tools.cli import main
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 from megatron_edit.tools.doctor.launch import (
     AllReduceResult,
     MeasuredLink,
@@ -16,13 +17,7 @@ from megatron_edit.tools.doctor.launch import (
     link_findings,
     sync_findings,
 )
-from megatron_edit.tools.doctor.machine import (
-    DoctorFinding,
-    Level,
-    connections_finding,
-    interface_findings,
-    table,
-)
+from megatron_edit.tools.doctor.machine import connections_finding, interface_findings
 
 INTERFACES = {
     "lo": ["127.0.0.1"],

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_edit.elastic.agent import HubAddress
 from megatron_edit.tools.cli import main
+from megatron_edit.tools.doctor.finding import Level
 from megatron_edit.tools.doctor.hub import (
     QUERIES,
     MeasuredHub,
@@ -23,7 +24,6 @@ from megatron_edit.tools.doctor.hub import (
     hub_findings,
     run_finding,
 )
-from megatron_edit.tools.doctor.machine import Level
 from tests.harness.hub import PretendingReplica, running_hub
 
 TOKEN = b"0123456789abcdef"

@@ -31,7 +31,7 @@ from megatron_edit.tools.cli.words import (
     search_megatron_as_launch,
 )
 from megatron_edit.tools.compare.flags import groups
-from megatron_edit.tools.doctor.machine import DoctorFinding, Level, table
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 from megatron_edit.tools.plan.values import check_ranks
 
 FOUND_BAD = 1

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_edit.elastic.agent import HubAddress, ProofRefusedError, open_session, read_frame
 from megatron_edit.elastic.channel import QUERY, TOKEN_VARIABLE, ChannelError
 from megatron_edit.flags import endpoint_text
-from megatron_edit.tools.doctor.machine import DoctorFinding, Level
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 from megatron_edit.tools.pages.texts import join_names
 
 QUERIES = 20

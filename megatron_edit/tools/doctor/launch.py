@@ -25,12 +25,8 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
 from megatron_edit.constants import CPU, CUDA, FP32_BYTES
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.tools.doctor.machine import (
-    DoctorFinding,
-    Level,
-    machine_facts,
-    unusable_interfaces,
-)
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level
+from megatron_edit.tools.doctor.machine import machine_facts, unusable_interfaces
 
 PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.005

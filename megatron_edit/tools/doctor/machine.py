@@ -6,9 +6,8 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from megatron_edit.comm.interfaces import (
     own_address,
 )
 from megatron_edit.host.devices import unusable_gpus
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 
 _NCCL = "NCCL_SOCKET_IFNAME"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -158,40 +158,3 @@ def unusable_interfaces(machine: Mapping[str, Any], *, is_single_host: bool) -> 
         machine["chosen"], machine["interfaces"], machine["address"], is_single_host=is_single_host
     )
     return [finding for finding in found if finding.level is Level.BAD]
-
-
-# ---- The findings of the doctor, and their output as lines
-
-
-class Level(StrEnum):
-    """Severity of a finding."""
-
-    OK = "ok"
-    HINT = "hint"  # works, but could be better
-    BAD = "bad"  # training would fail
-
-
-@dataclass(frozen=True)
-class DoctorFinding:
-    """One finding.
-
-    Attributes:
-        remedy: what to do; empty if nothing.
-    """
-
-    name: str
-    value: str
-    level: Level = Level.OK
-    remedy: str = ""
-
-
-def table(findings: Iterable[DoctorFinding]) -> str:
-    """Return the findings as aligned lines, each with its remedy below it."""
-    rows = list(findings)
-    width = max((len(row.name) for row in rows), default=0)
-    lines = []
-    for row in rows:
-        lines.append(f"{row.level:<4}  {row.name:<{width}}  {row.value}")
-        if row.remedy:
-            lines.append(f"{'':4}  {'':{width}}  -> {row.remedy}")
-    return "\n".join(lines) + "\n"
