@@ -1,4 +1,4 @@
-"""Averages of the inner optimizer's moments: codes, schedule, beta2, and access to the state."""
+"""Averages of the inner optimizer's moments: schedule, beta2, and access to the state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_edit.comm.wire import moment_bytes, start_exchange
@@ -27,8 +25,6 @@ from megatron_edit.host.model.moments import (
     write_counters,
     write_moment,
 )
-from megatron_edit.method import codec as codecs
-from megatron_edit.method.codec import LOG8, ULOG8, Codec
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import (
@@ -39,90 +35,11 @@ from megatron_edit.method.moments import (
     local_beta2,
 )
 from tests.harness.memory_network import Network, two_phase_groups
-from tests.pure.test_codec import SIZES, assert_adds, bits, draw, round_trip
 from tests.pure.test_unit_sync import plan_of
-from tests.reference.wire import AllReduce, quantised
+from tests.reference.wire import AllReduce
 
 anything: Any = SimpleNamespace
-BOTH = pytest.mark.parametrize("codec", [LOG8, ULOG8], ids=lambda codec: codec.name)
 CODED = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
-
-
-def moments_of(codec: Codec, numel: int, seed: int, low: float = -3.0, high: float = 3.0) -> Tensor:
-    """Draw values of many magnitudes, with the signs that the codec supports."""
-    values = draw(numel, seed, low, high)
-    return values if codec is LOG8 else values.square()
-
-
-# ---- codes
-
-
-@BOTH
-@settings(max_examples=40, deadline=None)
-@given(numel=SIZES, seed=st.integers(0, 1000), decades=st.sampled_from([(-3, 3), (-18, 18)]))
-def test_log_codes_match_reference(
-    codec: Codec, numel: int, seed: int, decades: tuple[int, int]
-) -> None:
-    """Bit for bit. Catches a wrong octave or sign, a short last block, a code that changes when
-    encoded again, and modified input."""
-    values = moments_of(codec, numel, seed, *decades)
-    before = values.clone()
-    data = codec.encode(values)
-    assert data.shape == (codec.encoded_bytes(numel),) and bits(values) == bits(before)
-    decoded = round_trip(codec, values)
-    np.testing.assert_array_equal(decoded.numpy(), quantised(values.numpy(), codec.name))
-    assert bits(round_trip(codec, decoded)) == bits(decoded)
-    assert_adds(codec, moments_of(codec, numel, seed + 2), data, decoded)
-
-
-@BOTH
-def test_log_code_error_is_relative_to_each_value(codec: Codec) -> None:
-    """Over 15 octaves (31 without a sign); not relative to the largest value of the block."""
-    octaves = 15 if codec is LOG8 else 31
-    values = 2.0 ** -(octaves * torch.rand(256, generator=torch.Generator().manual_seed(1)))
-    error = (round_trip(codec, values) / values - 1).abs()
-    assert 0.03 < float(error.max()) <= 2 ** (1 / 16) - 1 + 1e-6
-
-
-def test_small_second_moments_do_not_become_zero() -> None:
-    """Updates are divided by them: catches an unbounded update next to large values."""
-    values = torch.tensor([1.0, 1e-12, 1e-30, 0.0])
-    assert round_trip(ULOG8, values)[1:3].tolist() == [round_trip(ULOG8, values)[1]] * 2
-    assert 1e-10 < float(round_trip(ULOG8, values)[1]) < 1e-9
-    assert float(round_trip(ULOG8, values)[3]) == 0.0
-    assert round_trip(LOG8, -values)[1:].tolist() == [0.0] * 3
-    assert (round_trip(ULOG8, torch.tensor([1e-44, 1e-38])) >= 2.0**-126).all()
-
-
-@BOTH
-def test_zero_bytes_of_log_codes_decode_to_zeros(codec: Codec) -> None:
-    """A replica that is left out sends zero bytes; zeros encode to them, too."""
-    zeros = torch.zeros(777)
-    assert bits(round_trip(codec, zeros)) == [0] * 777 and not codec.encode(zeros).any()
-
-
-@BOTH
-@pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_log_codes_keep_nonfinite_blocks_nonfinite(codec: Codec, what: float) -> None:
-    """All values of the block are non-finite; other blocks do not change."""
-    values = moments_of(codec, 600, 1)
-    clean = round_trip(codec, values)
-    values[300] = what
-    decoded = round_trip(codec, values)
-    assert not decoded[256:512].isfinite().any()
-    assert bits(decoded[512:]) == bits(clean[512:]) and bits(decoded[:256]) == bits(clean[:256])
-
-
-@BOTH
-def test_log_codes_do_not_depend_on_slab_size(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches exponents or codes of the second slab written over those of the first."""
-    values = moments_of(codec, 3001, 3)
-    whole, decoded = codec.encode(values), round_trip(codec, values)
-    monkeypatch.setitem(codecs._SLAB_NUMEL, "cpu", 512)
-    assert torch.equal(codec.encode(values), whole)
-    assert bits(round_trip(codec, values)) == bits(decoded)
 
 
 # ---- which moments, when
