@@ -105,7 +105,6 @@ class PretendingReplica:
         self.states = {} if states is None else states
         self.digest, self.orders = "", list[Order]()
         self.corrupts_round: int | None = None
-        self.corrupt: dict[int, tuple[str, ...]] = {}  # units with a bad average, once, by round
         self.blocks: Blocks = ()  # that each replica reports in each round, instead of one
         self._members: tuple[str, ...] = ()
         self._is_last = False
@@ -163,7 +162,7 @@ class PretendingReplica:
                 blocks = tuple((name, self.blocks or ((count, 1),)) for name in self._members)
                 ready = Ready(
                     epoch, count, f"plan {count}", (digest,), 4 * (count + 1), blocks,
-                    units=("layer.1",), corrupt=self.corrupt.pop(count, ()),
+                    units=("layer.1",),
                 )  # fmt: skip
                 self.agent.report(Exchanged(ready))
             case Commit(round=count):

@@ -27,9 +27,10 @@ from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.loss_check import LossCheckConfig
 from megatron_edit.method.outer import Nesterov, clip_factor, weighted_contribution
 from megatron_edit.method.schedule import StepSchedule
+from tests.reference import published
 from tests.reference.elastic_rounds import ElasticCommit, ElasticRounds, ElasticSettings
 from tests.reference.oracle import OracleSettings
-from tests.reference.outer_rules import settings_for
+from tests.reference.outer_rules import NO_PENALTY, settings_for
 
 EXACT = 1e-11  # same float64 inputs, different order of operations
 ROUNDED = 1e-5  # float32 state after up to 12 rounds, relative to the largest norm
@@ -507,12 +508,30 @@ def test_returned_name_has_fresh_statistics() -> None:
     assert lossy.left_out == dict.fromkeys(SIZES, frozenset({"node9"}))
 
 
-def test_unit_steps_follow_names() -> None:
-    """Steps since a unit's last sync, of units that did not take part in it."""
-    state = PlannedRounds(tape_of()).state
-    counts = torch.tensor([[0, 4], [0, 5], [0, 6]])
-    moved = replace(state, unit_steps=counts).for_members(("B", "b.2", "node9"))
-    assert moved.unit_steps.tolist() == [[0, 0], [0, 5], [0, 6]]
-    assert moved.assigned_to == ("a", "b.2", "node9")  # of the round that goes on
-    assert moved.steps_by_assignment([0, 2, 1]) == [0, 2, 1]
-    assert counts.tolist() == [[0, 4], [0, 5], [0, 6]]
+@pytest.mark.parametrize("penalty", [NO_PENALTY, OracleSettings(max_norm=None)])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_oracle_equals_torchft_recovery_fixture(layer: int, penalty: OracleSettings) -> None:
+    """A layer with rounds of its own is a run of one unit. torchft's returning replica copies a
+    donor's parameters in the middle of the round; ours copies the anchor, with weight 0 until it
+    has trained, and gets the published parameters from its first sync on."""
+    strategy = settings_for("edit", tau=6, outer_lr=2.0, outer_momentum=0.0, penalty=penalty)
+    start = np.array([1.0])
+    oracle = ElasticRounds(ElasticSettings(strategy, 60), {"unit": start}, "ab")
+    theta, steps, waits = {"a": start, "b": start}, {"a": 0, "b": 0}, False
+    for step in range(1, 22):
+        for name in theta.keys() - ({"b"} if waits else set()):
+            theta[name] = theta[name] - 2.0
+            steps[name] += 1
+        if step == 9:
+            theta["b"], steps["b"], waits = oracle.anchor["unit"], 0, True
+        if step in published.RECOVERY_SYNCS[layer]:
+            deltas = {name: {"unit": oracle.anchor["unit"] - own} for name, own in theta.items()}
+            oracle.commit(theta, steps, deltas, dict.fromkeys(theta, 1.0))
+            theta, steps = dict.fromkeys(theta, oracle.anchor["unit"]), dict.fromkeys(theta, 0)
+            first, waits = published.RECOVERY_FIRST[layer][step], False
+            assert oracle.anchor["unit"] == published.RECOVERY_ANCHORS[layer].get(step, first)
+        if step == 6:
+            del theta["b"], steps["b"]
+        assert theta["a"] == published.RECOVERY_FIRST[layer][step]
+        if step >= 9 and not waits:
+            assert theta["b"] == published.RECOVERY_SECOND[layer][step - 6]

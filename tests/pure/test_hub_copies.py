@@ -564,18 +564,3 @@ def test_closed_server_ends_its_threads() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(addresses(servers)[0], LIMIT)
     wait_until(lambda: set(threading.enumerate()) <= before)
-
-
-def test_throughput_on_loopback() -> None:
-    """Printed, not asserted."""
-    num = 128 << 20
-    with serving(Source(tensors={"large": bytes(num)})) as servers:
-        began, total = time.monotonic(), [0]
-
-        def receive(name: str, start: int, chunk: bytes) -> None:
-            total[0] += len(chunk)
-
-        fetch(addresses(servers), TOKEN, ROUND, DIGEST, lambda header: receive)
-        seconds = time.monotonic() - began
-    assert total == [num]
-    print(f"copied {num >> 20} MiB in {seconds:.2f} s: {num / seconds / 1e6:.0f} MB/s")

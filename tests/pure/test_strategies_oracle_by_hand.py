@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reference.oracle import OracleSettings
+from tests.reference.oracle import Array, EditOracle, OracleSettings
 from tests.reference.outer_rules import NO_PENALTY, StrategySettings, settings_for
 from tests.reference.schedules import QsrSchedule, StaggeredSchedule
 from tests.reference.strategies import Simulation
@@ -282,3 +282,51 @@ def test_aedit_delay_counts_steps_of_each_replica() -> None:
     run.advance(1, {"u": np.array([-1.0])})
     run.meet([0])  # lands on replica 1 first: -3 - 1
     assert run.records[-1].norms == (2.0, 1.0)
+
+
+# ---- the oracle of one sync
+
+SIZES = {"embedding": 13, "layer.0": 7, "layer.1": 1, "layer.2": 5, "head": 3}
+
+
+def start_units(seed: int = 3) -> dict[str, Array]:
+    """Random parameters of odd sizes."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=size) for name, size in SIZES.items()}
+
+
+def moves(steps: int, replicas: int, seed: int = 4) -> list[list[dict[str, Array]]]:
+    """Random displacements, `[step][replica][unit]`."""
+    rng = np.random.default_rng(seed)
+    return [
+        [{n: rng.normal(size=size) * 0.1 for n, size in SIZES.items()} for _ in range(replicas)]
+        for _ in range(steps)
+    ]
+
+
+def test_plain_edit_equals_the_sync_oracle() -> None:
+    """Catches: a part of the penalty that is not applied: weights, clip, detectors, momentum."""
+    penalty = OracleSettings(warmup_syncs=2, threshold=1.5, max_norm=0.15)
+    simulation = Simulation.start(3, start_units(), settings_for("edit", tau=1, penalty=penalty))
+    plain = EditOracle.start(3, list(start_units().values()), penalty)
+    for displacements in moves(9, 3):
+        simulation.step(displacements)
+        for theta, move in zip(plain.theta, displacements, strict=True):
+            for u, name in enumerate(SIZES):
+                theta[u] = theta[u] + move[name]
+        expected = plain.sync()
+        ours = simulation.records[-len(SIZES) :]
+        assert [r.clip for r in ours] == expected.clip.tolist()
+        np.testing.assert_array_equal(np.array([r.weights for r in ours]).T, expected.weights)
+        np.testing.assert_array_equal(np.array([r.left_out for r in ours]).T, expected.anomalous)
+        for u, name in enumerate(SIZES):
+            np.testing.assert_array_equal(simulation.anchor[name], plain.anchor[u])
+            np.testing.assert_array_equal(simulation.momentum[name], plain.momentum[u])
+    assert any(any(r.left_out) for r in simulation.records)
+    assert any(r.clip < 1.0 for r in simulation.records)
+
+
+def test_default_penalty_of_each_strategy() -> None:
+    """Catches: the strategy `edit` without its penalty."""
+    assert settings_for("edit", tau=4).penalty == OracleSettings()
+    assert settings_for("diloco", tau=4).penalty == NO_PENALTY

@@ -67,3 +67,24 @@ def maxtext_gradients(replica: int, w: Array, b: Array) -> tuple[float, dict[str
     residual = inputs @ w + b - labels
     slope = 2.0 * residual / len(labels)
     return float(np.mean(residual**2)), {"w": inputs.T @ slope, "b": np.array([slope.sum()])}
+
+
+# torchft's fixture test_diloco_mocked_failure_recovery_0: two replicas, two layers of one parameter
+# each, both 1.0 at the start. A step subtracts 2. Each layer is synced every 6 steps, layer 0 first
+# after step 3, layer 1 after step 6; outer SGD of rate 2. Replica 1 ends after step 6, and is
+# started again while replica 0 waits for it at step 9.
+RECOVERY_SYNCS = ((3, 9, 15, 21), (6, 12, 18))  # of each layer
+# Parameters of replica 0 after 0, 1, ... 21 steps, by layer.
+RECOVERY_FIRST = (
+    [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59, -61, -63, -65, -67,
+     -69, -83],
+    [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53, -55, -57, -71, -73,
+     -75, -77],
+)  # fmt: skip
+# Parameters of replica 1 after 0, 1, ... 15 steps of its second start.
+RECOVERY_SECOND = (
+    [1, -1, -3, -35, -37, -39, -41, -43, -45, -59, -61, -63, -65, -67, -69, -83],
+    [1, -1, -3, -29, -31, -33, -47, -49, -51, -53, -55, -57, -71, -73, -75, -77],
+)
+# Anchor of each layer after steps of replica 0.
+RECOVERY_ANCHORS = ({3: -11, 9: -35, 15: -59}, {6: -23, 12: -47, 18: -71})
