@@ -357,11 +357,11 @@ def test_report_is_self_contained_and_escaped(tmp_path: Path) -> None:
     page = write_report(tmp_path, outcome())
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"compare.md", "compare.json", "compare.html", "compare-tokens.png",
-                     "compare-time.png", "compare-bytes.png"}  # fmt: skip
+                     "compare-time.png", "compare-speed.png", "compare-bytes.png"}  # fmt: skip
     text = page.read_text(encoding="utf-8")
     parsed = Page()
     parsed.feed(text)
-    assert not parsed.open and parsed.tags.count("svg") == 3 and "img" not in parsed.tags
+    assert not parsed.open and parsed.tags.count("svg") == 4 and "img" not in parsed.tags
     assert not parsed.sources
     assert "script" not in parsed.tags and "@import" not in text
     assert not re.search(r"url\((?!#)", text)  # clip paths refer to the picture itself

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_edit.observe.events import move_aside
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.charts import MAX_ROWS, member_chart
+from megatron_edit.tools.monitor.charts import MAX_ROWS, replica_charts
 from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun
@@ -396,8 +396,7 @@ def test_picture_is_limited(tmp_path: Path) -> None:
     names = [f"n{number:02}" for number in range(60)]
     epochs = [SyntheticEpoch(tuple(names[number % 3 :]), 1) for number in range(600)]
     run = read(SyntheticElasticRun(epochs, nominal=60, tau=1).write(tmp_path))
-    chart = member_chart(run)
-    assert chart is not None
+    chart = replica_charts(run)[0]
     assert f"{60 - MAX_ROWS} more replicas are not shown." in chart.note
     assert len(chart.svg) < 1_000_000 and ">n00<" in chart.svg
 

@@ -13,10 +13,11 @@ import pytest
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.curves import RunCurves
+from megatron_edit.tools.monitor.curves import curves_of
 from megatron_edit.tools.monitor.page import Runs
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import names_of
+from megatron_edit.tools.pages.charts import RunCurves
 from megatron_edit.tools.pages.drawing import svg_drawing
 from tests.harness.elastic_event_files import FENCED, SyntheticElasticRun, SyntheticEpoch
 from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun
@@ -31,8 +32,9 @@ def read(folder: Path) -> MonitoredRun:
     return run
 
 
-def progress(folder: Path) -> RunCurves:
-    return RunCurves.of("run", read(folder))
+def progress(folder: Path) -> tuple[MonitoredRun, RunCurves]:
+    run = read(folder)
+    return run, curves_of("run", run)
 
 
 def add_evaluation(folder: Path, iteration: int, loss: float, **more: object) -> None:
@@ -87,9 +89,9 @@ def test_a_folder_given_twice_is_refused() -> None:
 
 def test_seconds_are_those_of_the_slowest_replica(tmp_path: Path) -> None:
     """All replicas wait for the slowest; would catch a sum over the replicas."""
-    found = progress(SyntheticRun(slow={2: 2.0}, exposed=0.0).write(tmp_path))
+    run, found = progress(SyntheticRun(slow={2: 2.0}, exposed=0.0).write(tmp_path))
     (tokens, seconds), last = found.seconds, 20 + 30 * 8
-    assert tokens[-1] == last * TOKENS and found.run.tokens == tokens[-1]
+    assert tokens[-1] == last * TOKENS and run.tokens == tokens[-1]
     lines = [json.loads(line) for line in (tmp_path / "replica-2.jsonl").read_text().splitlines()]
     steps = [line["seconds"] for line in lines if "seconds" in line]
     assert seconds[-1] == pytest.approx(sum(steps[2:]), rel=0.02)
@@ -104,11 +106,10 @@ def test_seconds_of_an_elastic_run_cover_replicas_that_come_and_go(tmp_path: Pat
         SyntheticEpoch("cd", 9, {"a": None}),
     ]
     logs = SyntheticElasticRun(epochs, is_over=True).write(tmp_path)
-    found = progress(logs)
+    run, found = progress(logs)
     assert found.seconds[1][-1] == pytest.approx(36 * 10, rel=0.05)
-    run = found.run
     assert run.facts.seq_length is not None
-    assert found.run.tokens == run.syncs.samples * run.facts.seq_length
+    assert run.tokens == run.syncs.samples * run.facts.seq_length
 
 
 def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
         first, *others = path.read_text().splitlines()
         assert json.loads(first)["iteration"] == 69
         path.write_text("\n".join([json.dumps(json.loads(first) | {"seconds": 60.0}), *others]))
-    found = progress(folder)
+    _, found = progress(folder)
     tokens, seconds = found.seconds
     assert (np.diff(tokens) > 0).all() and (np.diff(seconds) > 0).all()
     assert seconds[-1] == pytest.approx(0.105 * 100, rel=0.05)
@@ -128,10 +129,10 @@ def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
 
 def test_sent_bytes_are_the_sum_over_all_syncs(tmp_path: Path) -> None:
     """With more syncs than are kept one by one; would catch rows of several syncs counted once."""
-    found = progress(SyntheticRun(replicas=1, units=3, rounds=700, tau=1).write(tmp_path))
-    assert found.run.syncs.rows.width > 1
+    run, found = progress(SyntheticRun(replicas=1, units=3, rounds=700, tau=1).write(tmp_path))
+    assert run.syncs.rows.width > 1
     assert found.sent[1][-1] == pytest.approx(700 * 12_345_678)
-    assert found.sent[1][-1] == found.run.syncs.sums["wire_bytes"]
+    assert found.sent[1][-1] == run.syncs.sums["wire_bytes"]
 
 
 def test_files_without_sizes_have_no_curves(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_comparison_page(driver: Any, tmp_path: Path) -> None:
     for width in WIDTHS:
         for is_dark in (False, True):
             shot = tmp_path / f"compare-{width}-{is_dark}.png"
-            check(look(driver, page, width, shot, dark=is_dark), 3)
+            check(look(driver, page, width, shot, dark=is_dark), 4)
             inks = driver.execute_script(
                 "return Array.from(document.querySelectorAll('body, svg text'))"
                 ".map(e => getComputedStyle(e)[e.tagName == 'BODY' ? 'color' : 'fill'])"

@@ -10,9 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_edit.tools.compare.analysis import ComparisonResult, ComparisonRow, make_rows
+import numpy as np
+
+from megatron_edit.tools.compare.analysis import (
+    ComparisonResult,
+    ComparisonRow,
+    is_synchronous,
+    make_rows,
+)
 from megatron_edit.tools.compare.flags import model_of
-from megatron_edit.tools.compare.pictures import draw
+from megatron_edit.tools.compare.readings import Point, Reading
 from megatron_edit.tools.compare.statistics import Spread
 from megatron_edit.tools.pages import (
     Chart,
@@ -24,7 +31,10 @@ from megatron_edit.tools.pages import (
     markdown_meanings,
     markdown_table,
 )
+from megatron_edit.tools.pages.charts import Curve, RunCurves, compare_charts
 from megatron_edit.tools.pages.texts import UNKNOWN, show_count
+
+CURVES = "Curves are of the first seed."
 
 
 def summary(outcome: ComparisonResult) -> str:
@@ -34,7 +44,7 @@ def summary(outcome: ComparisonResult) -> str:
 
 def write_report(folder: Path, outcome: ComparisonResult) -> Path:
     """Write compare.md, compare.json, compare.html and the plots; return the page's path."""
-    charts = draw(folder, outcome)
+    charts = compare_charts(_curves(outcome), folder)
     rows = json.dumps([asdict(row) for row in make_rows(outcome)])
     known = json.loads(rows, parse_constant=lambda _: None)  # null for a run that diverged
     record = {"rows": known, "failures": _failures(outcome)}
@@ -106,8 +116,8 @@ def _markdown(outcome: ComparisonResult, charts: Mapping[str, Chart]) -> str:
     if failures := _failures(outcome):
         parts.append("Failed:\n\n" + "\n".join(f"- {text}" for text in failures))
     parts.append(results_table(make_rows(outcome)))
-    parts += [f"![{chart.title}]({name})" for name, chart in charts.items()]
-    parts += [chart.text for chart in list(charts.values())[:1]]
+    parts += [f"![{chart.title}](compare-{name}.png)" for name, chart in charts.items()]
+    parts += [CURVES] if charts else []
     parts.append(_versions(outcome))
     parts.append("```\n" + "\n".join(_commands(outcome)) + "\n```")
     return "\n\n".join(parts) + "\n"
@@ -123,11 +133,48 @@ def _page(outcome: ComparisonResult, charts: Mapping[str, Chart]) -> Page:
         meanings={column.title: column.meaning.replace("`", "") for column in COLUMNS},
         findings=[Finding("error", text) for text in _failures(outcome)],
         sections=[
-            Section("Losses and bytes", charts=list(charts.values())),
+            Section("Losses, speed and bytes", CURVES if charts else "", list(charts.values())),
             Section("Versions and commands", _versions(outcome),
                     code="\n".join(_commands(outcome))),
         ],
     )  # fmt: skip
+
+
+# ---- curves
+
+
+def _curves(outcome: ComparisonResult) -> list[RunCurves]:
+    """Return the curves of each entry's first seed that has a reading."""
+    found = []
+    for label in outcome.compared:
+        for run, reading in outcome.readings.items():
+            if run.entry.label == label:
+                found.append(_curves_of(label, reading, is_synchronous=is_synchronous(run)))
+                break
+    return found
+
+
+def _curves_of(label: str, reading: Reading, *, is_synchronous: bool) -> RunCurves:
+    points = sorted((*reading.training, *reading.validation), key=lambda point: point.iteration)
+    sent: list[tuple[int, float]] = [*reading.syncs, (reading.iterations, 0)]  # flat to the end
+    if is_synchronous:
+        steps = range(reading.warmup_steps + 1, reading.iterations + 1)
+        sent = [(step, reading.step_bytes) for step in steps]
+    places, sizes = np.array(sent, dtype=np.float64).reshape(-1, 2).T
+    tokens = np.interp(places, [p.iteration for p in points], [p.tokens for p in points])
+    return RunCurves(
+        label,
+        seconds=(np.array([p.tokens for p in points]), np.array([p.seconds for p in points])),
+        training=_losses(reading.training),
+        validation=_losses(reading.validation),
+        sent=(tokens, np.cumsum(sizes)),
+        final_loss=reading.final_loss,
+        speed=reading.tokens_per_second,
+    )
+
+
+def _losses(points: Sequence[Point]) -> Curve:
+    return np.array([p.tokens for p in points]), np.array([p.loss for p in points])
 
 
 # ---- the table

@@ -12,13 +12,14 @@ from megatron_edit.errors import UsageError, to_one_line
 from megatron_edit.flags import FLAG_PREFIXES, flag, format_value
 from megatron_edit.observe.records import VALIDATION
 from megatron_edit.tools.compare.flags import canonical
-from megatron_edit.tools.monitor.curves import RunCurves
 from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.findings import end_of, list_findings
 from megatron_edit.tools.monitor.membership import MembershipChange, MemberSpan, describe_end
 from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
 from megatron_edit.tools.pages import LEVELS, Column, Table
+from megatron_edit.tools.pages.charts import RunCurves, smoothing_tokens
+from megatron_edit.tools.pages.drawing import smoothed
 from megatron_edit.tools.pages.texts import (
     MAX_NAMES_SHOWN,
     UNKNOWN,
@@ -201,20 +202,24 @@ def _describe_leave(run: MonitoredRun, span: MemberSpan) -> str:
 class ResultColumn:
     """One run among those that are put side by side."""
 
+    run: MonitoredRun
     curves: RunCurves
     base: float | None  # final validation loss of the first run; None for that run
     width: float  # tokens over which training losses are averaged
 
-    @property
-    def run(self) -> MonitoredRun:
-        """The run."""
-        return self.curves.run
 
-
-def result_columns(runs: Sequence[RunCurves], width: float) -> list[ResultColumn]:
+def result_columns(runs: Sequence[MonitoredRun], curves: Sequence[RunCurves]) -> list[ResultColumn]:
     """Return the columns of the results; losses are compared with those of the first run."""
-    first = runs[0].final_loss
-    return [ResultColumn(run, first if place else None, width) for place, run in enumerate(runs)]
+    width, first = smoothing_tokens(curves), curves[0].final_loss
+    return [
+        ResultColumn(run, own, None if own is curves[0] else first, width)
+        for run, own in zip(runs, curves, strict=True)
+    ]
+
+
+def _training_loss(column: ResultColumn) -> str:
+    losses = smoothed(*column.curves.training, column.width)[1]
+    return number(float(losses[-1]) if losses.size else column.run.latest_loss, ".4f")
 
 
 def _tokens(column: ResultColumn) -> str:
@@ -284,7 +289,7 @@ QUANTITIES: tuple[Column[ResultColumn], ...] = (
     Column("difference", "of that loss to the first run's", _difference),
     Column("losses by data set", "of the last evaluation of each", _evaluations),
     Column("training loss", "nats per token, at the end, smoothed like the curves",
-           lambda one: number(one.curves.training_loss(one.width), ".4f")),
+           _training_loss),
     Column("tokens/s", "of all replicas together, after the warm-up, without start-up, "
            "evaluations and saves", lambda one: number(one.curves.speed, ",.0f")),
     Column("tokens/s now", "of all replicas together, in the last steps",

@@ -46,8 +46,6 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 9.5, "legend.framealpha": 0.85, "axes.formatter.limits": (-4, 5),
     "axes.formatter.use_mathtext": False, "lines.linewidth": 1.5,
 }  # fmt: skip
-Curve = tuple[Array, Array]  # places and values
-EMPTY: Curve = (np.empty(0), np.empty(0))
 
 
 @dataclass
@@ -99,7 +97,8 @@ def _mark_single_points(axes: Axes) -> None:
     """Mark the points of lines that have no two neighbours, and would be invisible."""
     for line in axes.get_lines():
         known = np.isfinite(np.asarray(line.get_xydata(), dtype=float)).all(axis=1)
-        if line.get_marker() == "None" and not (known[1:] & known[:-1]).any():
+        is_visible = (known[1:] & known[:-1]).any() or not known.any()
+        if line.get_marker() == "None" and not is_visible:
             line.set(marker="o", markersize=3.5, clip_on=False)
 
 
@@ -132,26 +131,7 @@ def _svg_element(text: str) -> str:
     return f'<svg {box[0]} aria-hidden="true">{body}'.strip()
 
 
-def show_tokens(axes: Axes) -> None:
-    """Name the x axis, whose values are tokens of all replicas, and shorten its numbers."""
-    from matplotlib.ticker import EngFormatter
-
-    axes.set_xlabel("tokens of all replicas")
-    axes.xaxis.set_major_formatter(EngFormatter())
-
-
-def plot_losses(axes: Axes, number: int, label: str, training: Curve, validation: Curve) -> None:
-    """Plot the losses of one of several runs: training as a thin line, validation as markers."""
-    color, mark = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-    has_marks = bool(validation[0].size)
-    axes.plot(*training, color=color, alpha=0.6, linewidth=1, label=None if has_marks else label)
-    if has_marks:
-        axes.plot(*validation, mark, color=color, markersize=5, label=label,
-                  clip_on=False, zorder=3)  # fmt: skip
-    axes.set_ylabel("loss (nats per token)")
-
-
-def smoothed(ends: Array, losses: Array, width: float) -> Curve:
+def smoothed(ends: Array, losses: Array, width: float) -> tuple[Array, Array]:
     """Smooth training losses with a moving mean over `width`; return places and losses.
 
     A loss counts for all tokens since the previous one, so that one loss per step and one per round
