@@ -8,16 +8,14 @@ expected time still fits, which is an estimate, scaled by the cases measured so 
 out, or lacks software, is named. OUTPUT is written after each case.
 
 Small trainings in every mode check that replicas are equal after every sync, and that losses match
-the same training on the CPU. Larger ones, on GPUs only, measure launches and device time of a sync
-by the engine's marks in a trace of torch's profiler, compared with the time of copying the bytes
-that a sync must read and write; the share of the training time that syncs take; and device memory
-beyond that of stock Megatron. Two replicas share a single GPU: each has an NCCL world of its own,
-and gloo connects them through pinned host memory, as NCCL refuses two ranks on one device; from
-version 2.30 on it can be told to accept them, which further cases use. On several GPUs each rank
-has its own, with NCCL between the replicas, and gloo in one case.
+the same training on the CPU. Larger ones, on GPUs only, measure the share of the training time that
+syncs take, and device memory beyond that of stock Megatron. Two replicas share a single GPU: each
+has an NCCL world of its own, and gloo connects them through pinned host memory, as NCCL refuses two
+ranks on one device; from version 2.30 on it can be told to accept them, which further cases use. On
+several GPUs each rank has its own, with NCCL between the replicas, and gloo in one case.
 
-Prints Markdown; writes OUTPUT (its numbers), the page and a picture next to it, the traces, and the
-folder of all runs. `--device cpu` writes the reference losses.
+Prints Markdown; writes OUTPUT (its numbers), the page next to it, and the folder of all runs.
+`--device cpu` writes the reference losses.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
@@ -38,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.launch import REPOSITORY
+from frame.page import Column, table_of
 from frame.study import (
     Flags,
     Study,
@@ -50,8 +49,8 @@ from frame.study import (
 )
 from gpu_parts.cases import SMALL, Case, Software, cases_for, chosen, lacking
 from gpu_parts.device import DeviceError, Devices, look
-from gpu_parts.plan import Plan, table
-from gpu_parts.report import Analysis, draw, markdown
+from gpu_parts.plan import Plan
+from gpu_parts.report import Analysis, markdown
 from gpu_parts.runs import Bench, Outcome, Reading
 
 from megatron_edit.tools.compare.finished import configuration_hash
@@ -61,6 +60,10 @@ REFERENCES = tuple(REPOSITORY / "benchmarks" / "results" / f"gpu_check_{name}.js
 # Which runs there are, how they are run, and where: not what one of them measures.
 WITHOUT_EFFECT = ("cases", "jobs", "chosen", "found", "budget", "reference", "repeats",
                   "time_limit", "list", "began", "lacking")  # fmt: skip
+LISTED = (
+    Column("case", "case"), Column("size", "size"), Column("replicas x ranks", "ranks"),
+    Column("expected (s)", "seconds", "{:.0f}"), Column("cannot run without", "lacking"),
+)  # fmt: skip
 QUICK: dict[str, Any] = {"cases": "stock,overlap"}
 
 
@@ -70,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     args.began = began
     if args.list:
-        print(table(args.chosen, args.lacking))
+        print(table_of(LISTED, list_cases(args.chosen, args.lacking)))
         return 0
     results = Results(args)
     results.measure_all()
@@ -79,8 +82,6 @@ def main(argv: Sequence[str]) -> int:
     page = markdown(summary, failures)
     print(page)
     args.output.with_suffix(".md").write_text(f"# GPU check\n\n{page}\n", encoding="utf-8")
-    if summary["rows"]:
-        draw(args.output.with_suffix(".png"), summary["rows"])
     return 1 if failures else 0
 
 
@@ -121,7 +122,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     except DeviceError as error:
         if not args.list:
             parser.error(f"--device {args.device}: {error}")
-        args.found = Devices("no GPU", 1, {}, 0.0)
+        args.found = Devices("no GPU", 1, {})
     available = args.found.count
     if args.devices is None:
         args.devices = available
@@ -145,6 +146,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def list_cases(cases: Sequence[Case], lacking: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each case, in order."""
+    return [
+        {"case": case.name, "size": case.size if case.is_training else "no training",
+         "ranks": f"{case.num_replicas} x {case.ranks}", "seconds": case.seconds,
+         "lacking": lacking.get(case.name)}
+        for case in cases
+    ]  # fmt: skip
+
+
 def version_of(text: str) -> tuple[int, ...]:
     """Return the first two numbers of a version; empty for an empty text."""
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
@@ -155,7 +166,7 @@ def has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-class Results(Study[Reading]):
+class Results(Study[Reading | Outcome]):
     """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -166,8 +177,7 @@ class Results(Study[Reading]):
         settings = result_settings(args, *WITHOUT_EFFECT)
         common = {size: common_flags(each)["common"] for size, each in flags.items()}
         settings |= {"flags": common, "hash of all flags": configuration_hash(flags)}
-        super().__init__("gpu_check", args, Reading, settings, args.found.versions)
-        self.outcomes: list[Outcome] = []
+        super().__init__("gpu_check", args, settings, args.found.versions)
         self.plan = Plan(args.chosen, args.lacking, args.began + args.budget)
         self._is_free = threading.Lock()
 
@@ -177,7 +187,7 @@ class Results(Study[Reading]):
         args = self.args
         self._bench = Bench(args.device, args.devices, args.time_limit, args.output)
         runnable = [case for case in args.chosen if case.name not in args.lacking]
-        with self.progress(len(runnable)), ThreadPoolExecutor(args.jobs) as pool:
+        with ThreadPoolExecutor(args.jobs) as pool:
             for size, cases in groupby(runnable, key=lambda case: case.size):
                 if size == SMALL:
                     list(pool.map(self._run, cases))
@@ -187,41 +197,38 @@ class Results(Study[Reading]):
 
     def _run(self, case: Case) -> None:
         """Run a case if its time still fits, and write OUTPUT."""
-        if not self.plan.begin(case):
-            return
-        form: type[Any] = Reading if case.has_reading else Outcome
+        with self._is_free:
+            if self.plan.expected(case) > self.plan.left:
+                return
         limit = min(self.plan.left, self.args.time_limit)
-        found = self.measure(case.name, partial(self._bench.measure, case, limit), form)
+        found = self.measure(case.name, partial(self._bench.measure, case, limit))
         with self._is_free:
             self.plan.end(case, None if found is None else found.seconds)
-            if isinstance(found, Outcome):
-                self.outcomes.append(found)
-            elif found is not None:
+            if found is not None:
                 self.found.append(found)
                 order = [case.name for case in self.args.chosen]
-                self.found.sort(key=lambda reading: order.index(reading.case))
+                self.found.sort(key=lambda each: order.index(each.case))
             self.write()
 
     def summary(self) -> dict[str, Any]:
         """Return the results for OUTPUT."""
         args, found = self.args, self.args.found
         cases = {case.name: case for case in args.chosen}
-        analysis = Analysis(cases, self.found, self._reference(), found.copy_rate)
+        readings = [each for each in self.found if isinstance(each, Reading)]
+        outcomes = [each for each in self.found if isinstance(each, Outcome)]
+        analysis = Analysis(cases, readings, self._reference())
         return {
             "device": found.name,
             "num_devices": args.devices,
-            "copy_rate": found.copy_rate,
             "are_forked": self._bench.are_forked,
             "complaints": analysis.complaints()
-            + [f"{each.case}: {line}" for each in self.outcomes for line in each.complaints],
+            + [f"{each.case}: {line}" for each in outcomes for line in each.complaints],
             "left_out": self.plan.left_out(),
             "outcomes": [
                 {"case": each.case, "seconds": each.seconds, "numbers": each.numbers}
-                for each in self.outcomes
+                for each in outcomes
             ],
             "rows": analysis.rows(),
-            "sync_costs": analysis.sync_costs(),
-            "marks": analysis.marks(),
             "losses": analysis.losses(),
             "times": analysis.times(),
         }

@@ -10,8 +10,7 @@ namespaces, so deleting them removes everything. Needs root and Debian's `iprout
         print(lab.measure_bandwidth())
 
 A rate limits what a host sends. Both directions between two hosts are therefore limited
-independently, as on a full-duplex link. With a latency the switch is a program that delivers each
-frame so much later (`netlab_delay`), as not every kernel has a queue that does.
+independently, as on a full-duplex link.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ MAX_HOSTS = 200
 MIN_BURST_BYTES = 128 * 1024
 BURST_SECONDS = 0.004
 QUEUE_SECONDS = 0.05  # length of the send queue; packets beyond it are dropped
-# At the start of a measured transfer: the full bucket, and the round trips of the slow start.
-SKIPPED_SECONDS, SKIPPED_ROUND_TRIPS = 0.3, 10
+SKIPPED_SECONDS = 0.3  # at the start of a measured transfer: the full bucket
 _numbers = itertools.count()
 _NAMESPACES = Path("/run/netns")
 _TRANSFER = str(Path(__file__).with_name("netlab_transfer.py"))
-_DELAY = str(Path(__file__).with_name("netlab_delay.py"))
 
 
 class LabError(RuntimeError):
@@ -142,20 +139,13 @@ class Lab:
     Args:
         num_hosts: at least 1.
         rate_bits_per_second: of each host's link; None is no limit.
-        latency_seconds: until what a host has sent arrives; a round trip takes twice as long.
     """
 
-    def __init__(
-        self,
-        num_hosts: int,
-        rate_bits_per_second: float | None = None,
-        latency_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, num_hosts: int, rate_bits_per_second: float | None = None) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise LabError(f"{num_hosts} hosts: must be 1 to {MAX_HOSTS}")
         self.num_hosts = num_hosts
         self.rate = rate_bits_per_second
-        self.latency = latency_seconds
         prefix = fresh_prefix()
         self._switch = prefix + "switch"
         self._hosts = [f"{prefix}host{host}" for host in range(num_hosts)]
@@ -201,7 +191,11 @@ class Lab:
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
         """Start a command in a host; `options` are those of `subprocess.Popen`."""
-        return self._start(self._hosts[host], argv, env, **options)
+        command = [tool("ip"), "netns", "exec", self._hosts[host], *argv]
+        # A session of its own: Ctrl-C must reach only this program, which then cleans up.
+        process = subprocess.Popen(command, env=env, start_new_session=True, **options)
+        self._processes.append(process)
+        return process
 
     def kill(self, process: subprocess.Popen[Any]) -> None:
         """Kill a process that `popen` started, with its children. It may have ended already."""
@@ -222,14 +216,13 @@ class Lab:
     def measure_bandwidth(self, source: int = 0, target: int = 1, *, seconds: float = 1.0) -> float:
         """Measure the payload bits per second of one TCP connection between two hosts."""
         end = [sys.executable, _TRANSFER]
-        skipped = SKIPPED_SECONDS + SKIPPED_ROUND_TRIPS * 2 * self.latency
-        receive = [*end, "receive", self.address(target), str(skipped), str(seconds)]
+        receive = [*end, "receive", self.address(target), str(SKIPPED_SECONDS), str(seconds)]
         receiver = self.popen(target, receive, stdout=subprocess.PIPE, text=True)
         assert receiver.stdout is not None, "the pipe was asked for"
         port = receiver.stdout.readline().strip()
         sender = self.popen(source, [*end, "send", self.address(target), port])
         try:
-            return float(receiver.communicate(timeout=seconds + skipped + 15)[0])
+            return float(receiver.communicate(timeout=seconds + SKIPPED_SECONDS + 15)[0])
         except (subprocess.TimeoutExpired, ValueError) as error:
             raise LabError(f"no transfer from host {source} to host {target}") from error
         finally:
@@ -261,34 +254,15 @@ class Lab:
         for name in (self._switch, *self._hosts):
             self._made.append(name)  # recorded first: a signal may follow the creation
             run("ip", "netns", "add", name)
-        if not self.latency:
-            run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
-        ports = [f"port{host}" for host in range(self.num_hosts)]
+        run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
         for host, name in enumerate(self._hosts):
             port = ("ip", "-n", self._switch, "link")
             peer = ("type", "veth", "peer", "name", INTERFACE, "netns", name)
-            run(*port, "add", ports[host], *peer)
-            bridge = () if self.latency else ("master", "bridge")
-            run(*port, "set", ports[host], *bridge, "up")
+            run(*port, "add", f"port{host}", *peer)
+            run(*port, "set", f"port{host}", "master", "bridge", "up")
             run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 run("ip", "-n", name, "link", "set", interface, "up")
-        if self.latency:
-            argv = [sys.executable, _DELAY, str(self.latency), *ports]
-            switch = self._start(self._switch, argv, stdout=subprocess.PIPE, text=True)
-            assert switch.stdout is not None, "the pipe was asked for"
-            if not switch.stdout.readline():
-                raise LabError("the switch with a latency did not start; its error is above")
-
-    def _start(
-        self, namespace: str, argv: Sequence[str], env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> subprocess.Popen[Any]:  # fmt: skip
-        command = [tool("ip"), "netns", "exec", namespace, *argv]
-        # A session of its own: Ctrl-C must reach only this program, which then cleans up.
-        process = subprocess.Popen(command, env=env, start_new_session=True, **options)
-        self._processes.append(process)
-        return process
 
 
 def burst_bytes(rate: float | None) -> float:

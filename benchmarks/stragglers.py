@@ -19,8 +19,7 @@ complete steps in one time span, the same for all replicas; `ideal` with random 
 same steps as EDiT, to have the same draws. All runs are ended before the end of training. Waiting
 is `seconds.wait` of replica 0's event file, which is never a consistent straggler.
 
-Prints a Markdown table; writes OUTPUT (its numbers), a picture next to it, and the folder of all
-runs.
+Prints a Markdown table; writes OUTPUT (its numbers) and the folder of all runs.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from frame.study import Flags, Study, common_flags, parse_quick, result_settings, study_parser
-from straggler_parts.kinds import KINDS, Job, Scenario
-from straggler_parts.report import Analysis, draw, markdown
+from straggler_parts.kinds import KINDS, Job, Plan, check_scenario
+from straggler_parts.report import Analysis, markdown
 from straggler_parts.runs import Bench, Measurement
 
 QUICK: dict[str, Any] = {
@@ -46,10 +45,8 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     results = Results(args)
     results.measure_all()
-    rows = Analysis(results.found).rows()
-    titles = {each.name: each.title for each in args.scenarios}
-    draw(args.output.with_suffix(".png"), rows, titles)
-    return results.report(markdown(rows, titles))
+    print(markdown(Analysis(results.found).rows()))
+    return 1 if results.failures else 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -69,8 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                           quick="few cases, short rounds, one repeat")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
     try:
-        names = args.scenarios.split(",")
-        args.scenarios = [Scenario.named(name, args.rounds) for name in names]
+        args.scenarios = list(map(check_scenario, args.scenarios.split(",")))
     except ValueError as error:
         parser.error(str(error))
     args.kinds = args.kinds.split(",")
@@ -84,29 +80,21 @@ class Results(Study[Measurement]):
 
     def __init__(self, args: argparse.Namespace) -> None:
         jobs = [_job(args, each, kind, 0) for each in args.scenarios for kind in args.kinds]
-        flags = {f"{job.scenario.name}, {job.kind}": job.flags("LOG_DIR") for job in jobs}
-        settings = result_settings(args) | {
-            "scenarios": args.scenarios,
-            "plans_of_the_first_turn": {job.scenario.name: job.plan for job in jobs},
-            "flags": common_flags(flags),
-        }
-        super().__init__("stragglers", args, Measurement, settings)
+        flags = {f"{job.plan.scenario}, {job.kind}": job.flags("LOG_DIR") for job in jobs}
+        super().__init__("stragglers", args, result_settings(args) | {"flags": common_flags(flags)})
 
     def measure_all(self) -> None:
         """Run all kinds in all scenarios, `args.repeats` times."""
         args, bench = self.args, Bench(self.args.time_limit)
-        with self.progress(args.repeats * len(args.scenarios) * len(args.kinds)):
-            for repeat in range(args.repeats):
-                for scenario in args.scenarios:
-                    self._measure_scenario(bench, scenario, repeat)
+        for repeat in range(args.repeats):
+            for scenario in args.scenarios:
+                self._measure_scenario(bench, scenario, repeat)
 
-    def _measure_scenario(self, bench: Bench, scenario: Scenario, repeat: int) -> None:
-        self.run_repeat(
-            repeat,
-            self.args.kinds,
-            lambda kind: f"{scenario.name}, {kind}",
-            lambda kind: bench.measure(_job(self.args, scenario, kind, repeat), repeat),
-        )
+    def _measure_scenario(self, bench: Bench, scenario: str, repeat: int) -> None:
+        def make(kind: str) -> Measurement:
+            return bench.measure(_job(self.args, scenario, kind, repeat), repeat)
+
+        self.run_repeat(repeat, scenario, self.args.kinds, make)
 
     def describe(self, run: Measurement) -> str:
         """Return the speed and the waiting time of replica 0 as text."""
@@ -121,10 +109,11 @@ class Results(Study[Measurement]):
         }
 
 
-def _job(args: argparse.Namespace, scenario: Scenario, kind: str, repeat: int) -> Job:
-    plan = scenario.plan(args.replicas, step=args.step_ms / 1e3, seed=args.seed + repeat)
+def _job(args: argparse.Namespace, scenario: str, kind: str, repeat: int) -> Job:
+    plan = Plan(scenario, args.replicas, args.step_ms / 1e3, args.seed + repeat)
+    rounds = args.rounds if plan.factor > 1 else max(1, args.rounds - 1)
     phase = (repeat + 0.5) / args.repeats  # the middle of one of `repeats` equal parts of a step
-    return Job(scenario, kind, plan, args.tau, args.seconds, phase)
+    return Job(kind, plan, args.tau, rounds, args.seconds, phase)
 
 
 if __name__ == "__main__":

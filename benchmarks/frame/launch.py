@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.context import (
     ForkServerContext,
     ForkServerProcess,
@@ -74,23 +75,18 @@ class Training:
         name: for messages.
         folder: for their output.
         others_are_done: called when all ranks but the first have ended.
-
-    Attributes:
-        pids: of the ranks.
     """
 
     def __init__(
         self, name: str, folder: Path, others_are_done: Callable[[], None] = lambda: None
     ) -> None:
         self.folder = folder
-        self.pids: list[int] = []
         self._name = name
         self._codes: list[Callable[[], int | None]] = []
         self._others_are_done = others_are_done
 
-    def add(self, pid: int, code: Callable[[], int | None]) -> None:
+    def add(self, code: Callable[[], int | None]) -> None:
         """Add the next rank; `code` returns its exit code, None while it runs."""
-        self.pids.append(pid)
         self._codes.append(code)
 
     def log(self, rank: int = 0) -> Path:
@@ -130,15 +126,8 @@ class Training:
     ) -> list[int]:
         """Wait until all ranks have ended, and call `callback` every `poll` seconds until then.
 
-        Args:
-            callback: called with no arguments.
-            limit: seconds until the training is given up.
-            poll: seconds between two calls.
-            may_fail: whether ranks are expected to fail, so that only `limit` is an error.
-
-        Returns:
-            The exit codes. They may differ from 0 where training was over, as an interpreter may
-            crash in its shutdown.
+        Returns the exit codes. They may differ from 0 where training was over, as an interpreter
+        may crash in its shutdown. With `may_fail` ranks may fail, and only `limit` is an error.
 
         Raises:
             RunFailedError: a rank ended too early, or `limit` seconds have passed.
@@ -171,7 +160,6 @@ class Forks:
     Args:
         first_port: where to start the search for free ports.
         time_limit: seconds of a training; ranks end themselves some time after it.
-        preload: modules that are imported once, in the process from which all ranks are forked.
         gpus: whether ranks may use the GPUs of this machine. They are forked only if CUDA works in
             a fork, which is tried: importing a module may have looked for GPUs, and CUDA does not
             work in forks of a process that has done so. Else they are started as new processes.
@@ -180,14 +168,7 @@ class Forks:
         are_forked: whether ranks are forked from a process that has imported the slow modules.
     """
 
-    def __init__(
-        self,
-        first_port: int,
-        time_limit: float,
-        preload: Sequence[str] = PRELOADED,
-        *,
-        gpus: bool = False,
-    ) -> None:
+    def __init__(self, first_port: int, time_limit: float, *, gpus: bool = False) -> None:
         self._last_port, self._choice = first_port - 1, threading.Lock()
         self._limit_seconds = int(time_limit) + GRACE_SECONDS
         os.environ["OMP_NUM_THREADS"] = "1"  # the ranks share this machine's cores
@@ -198,7 +179,7 @@ class Forks:
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._context: SpawnContext | ForkServerContext
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context.set_forkserver_preload(list(PRELOADED))
         self.are_forked = not gpus or _works_in_fork(self._context)
         if not self.are_forked:
             self._context = multiprocessing.get_context("spawn")
@@ -235,8 +216,7 @@ class Forks:
                 process = self._context.Process(target=run_rank, args=given)
                 process.start()
                 processes.append(process)
-                assert process.pid is not None, "it has been started"
-                training.add(process.pid, _exit_code_reader(process))
+                training.add(partial(getattr, process, "exitcode"))
             yield training
         finally:
             for process in processes:
@@ -279,7 +259,7 @@ class Hosts:
                         number, argv, env, stdout=log, stderr=log, cwd=REPOSITORY
                     )
                 processes.append(process)
-                training.add(process.pid, process.poll)
+                training.add(process.poll)
             yield training
         finally:
             self.lab.set_rate(None)
@@ -350,8 +330,8 @@ def is_over(folder: Path, rank: int) -> bool:
 
 def tail(log: Path) -> str:
     """Return the end of a log; empty where the file does not exist."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return "\n".join(text.splitlines()[-NUM_TAIL_LINES:])
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-NUM_TAIL_LINES:])
 
 
 def load_script(path: Path = SCRIPT) -> ModuleType:
@@ -402,10 +382,6 @@ def use_gpu() -> None:
     weight = torch.ones(64, 64, device="cuda", requires_grad=True)
     (weight @ weight).sum().backward()
     torch.cuda.synchronize()
-
-
-def _exit_code_reader(process: ForkServerProcess | SpawnProcess) -> Callable[[], int | None]:
-    return lambda: process.exitcode
 
 
 def _kill_group(process: ForkServerProcess | SpawnProcess) -> None:

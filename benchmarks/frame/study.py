@@ -1,8 +1,8 @@
 """A study: its command line, repeated runs, stored measurements and JSON file of results.
 
-Each measurement is stored at once in a small file, in a folder next to OUTPUT that git ignores;
-with `--resume` the study continues from these files. OUTPUT itself is small: settings, versions
-and summaries.
+Each measurement is stored at once in a file of its own, in a folder next to OUTPUT that git
+ignores; with `--resume` the study continues from it. OUTPUT itself is small: settings, versions and
+summaries.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import platform
 import shutil
 import subprocess
 import sys
 import time
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.atomic_files import write_atomic
 from megatron_edit.tools.cli.words import OneLineParser
-from megatron_edit.tools.compare.finished import configuration_hash, load_result, store_result
-from megatron_edit.tools.compare.follow import Bar, progress_bar
+from megatron_edit.tools.compare.finished import configuration_hash
 
 from .launch import REPOSITORY, RunFailedError
 from .page import ALL
@@ -63,8 +61,8 @@ def study_parser(
     """
     parser = OneLineParser(prog=name, description=(doc or "").partition("\n")[0])
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file of the summary; a picture and a "
-        "folder of all runs are written next to it")  # fmt: skip
+    add("--output", type=Path, required=True, help="JSON file of the summary; the folder of all "
+        "runs is written next to it")  # fmt: skip
     add("--resume", action="store_true", help="continue an interrupted study")
     add("--quick", action="store_true", help=f"a smoke test: {quick}")
     common: Flags = {
@@ -112,10 +110,7 @@ def alternate_order[T](cases: Sequence[T], repeat: int) -> list[T]:
 
 def say(text: str) -> None:
     """Print a line of progress on standard error; standard output is for tables."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
-    sys.stderr.flush()
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 class Study[M]:
@@ -124,7 +119,6 @@ class Study[M]:
     Args:
         name: of the benchmark.
         args: its command line, parsed by `study_parser`.
-        form: type of a measurement: a dataclass or a JSON type.
         settings: everything that affects the measurements.
         versions: of components besides `PACKAGES`.
 
@@ -138,20 +132,18 @@ class Study[M]:
         self,
         name: str,
         args: argparse.Namespace,
-        form: type[M],
         settings: Mapping[str, Any],
         versions: Mapping[str, Any] | None = None,
     ) -> None:
         self.args = args
         self.found: list[M] = []
         self.failures: list[str] = []
-        self._name, self._output, self._form = name, args.output, form
+        self._name, self._output = name, args.output
         self._head = {
             "versions": describe_environment() | dict(versions or {}),
             "configuration": settings,
         }
         self._identity = {"study": name, "settings": configuration_hash(to_json(settings))}
-        self._bar: Bar | None = None
         if not args.resume:
             shutil.rmtree(runs_folder(args.output), ignore_errors=True)
 
@@ -167,71 +159,46 @@ class Study[M]:
 
     # ---- runs
 
-    @contextmanager
-    def progress(self, total: int) -> Iterator[None]:
-        """Show a progress bar of so many runs inside the `with` block."""
-        with progress_bar(self._name, total=total, unit="run") as bar:
-            self._bar = bar
-            yield
-
-    def run_repeat[C](
-        self,
-        repeat: int,
-        cases: Sequence[C],
-        name: Callable[[C], str],
-        make: Callable[[C], M],
+    def run_repeat(
+        self, repeat: int, place: str, kinds: Sequence[str], make: Callable[[str], M]
     ) -> None:
-        """Run all cases once, reversed in every other repeat; failed runs do not stop the others.
+        """Run all kinds once, reversed in every other repeat; failed runs do not stop the others.
 
         Args:
             repeat: from 0.
-            cases: in order.
-            name: returns the unique name of a case.
-            make: runs a case.
+            place: what they have in common; unique in the study.
+            kinds: in order.
+            make: runs a kind.
         """
-        for case in alternate_order(cases, repeat):
-            found = self.measure(f"repeat {repeat + 1}, {name(case)}", partial(make, case))
+        for kind in alternate_order(kinds, repeat):
+            found = self.measure(f"repeat {repeat + 1}, {place}, {kind}", partial(make, kind))
             if found is not None:
                 self.found.append(found)
             self.write()
 
-    def once[T](self, key: str, form: type[T], make: Callable[[], T]) -> T:
-        """Return the stored result of a key, or make and store it.
-
-        Args:
-            key: unique in the study.
-            form: type of the result.
-            make: returns the result.
-        """
-        configuration = self._identity | {"key": key}
-        path = runs_folder(self._output) / f"{configuration_hash(configuration)}.json"
-        if (kept := load_result(path, configuration)) is not None:
-            return typing.cast(T, from_json(form, kept["found"]))
+    def once[T](self, key: str, make: Callable[[], T]) -> T:
+        """Return the stored result of a key, which is unique in the study, or make and store it."""
+        path = runs_folder(self._output)
+        path = path / f"{configuration_hash(self._identity | {'key': key})}.pickle"
+        if path.exists():
+            kept: T = pickle.loads(path.read_bytes())
+            return kept
         found = make()
-        store_result(path, configuration, {"found": to_json(found)})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, pickle.dumps(found))
         return found
 
-    def measure[T](self, key: str, make: Callable[[], T], form: type[T] | None = None) -> T | None:
-        """Return the stored or new measurement of a key; record a failed run and return None.
-
-        Args:
-            key: unique in the study.
-            make: returns the measurement.
-            form: its type; that of the study by default.
-        """
+    def measure(self, key: str, make: Callable[[], M]) -> M | None:
+        """Return the stored or new measurement of a key; record a failed run and return None."""
         try:
-            found = self.once(key, typing.cast(type[T], form or self._form), make)
+            found = self.once(key, make)
         except RunFailedError as error:
             say(f"{self._name}: {key}: {error}")
             lines = f"{key}: {error}".strip().splitlines()
             self.failures.append(" ".join([lines[0], *lines[1:][-1:]]))
             return None
-        else:
-            say(f"{key}: {self.describe(typing.cast(M, found))}")
-            return found
-        finally:
-            if self._bar is not None:
-                self._bar.update()
+        say(f"{key}: {self.describe(found)}")
+        return found
 
     # ---- results
 
@@ -239,11 +206,6 @@ class Study[M]:
         """Write OUTPUT."""
         results = self._head | self.summary() | {"failures": self.failures}
         write_results(self._output, self._name, results)
-
-    def report(self, page: str) -> int:
-        """Print a page; returns the exit code."""
-        print(page)
-        return 1 if self.failures else 0
 
 
 # ---- files
@@ -269,7 +231,7 @@ def read_one(output: Path, series: str = "all") -> dict[str, Any]:
 def write_results(output: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write an OUTPUT with one series and rounded numbers."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    text = _format_json({"study": name, "series": {"all": _round(to_json(results))}})
+    text = _format_json({"study": name, "series": {"all": to_json(results)}})
     output.write_text(text + "\n", encoding="utf-8")
 
 
@@ -289,46 +251,17 @@ def _from_table(table: Any) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """Convert to JSON types: dataclasses and mappings to objects, paths to strings."""
+    """Convert to JSON types: dataclasses and mappings to objects, paths to strings; floats are
+    rounded to `DIGITS` significant digits."""
     if is_dataclass(value) and not isinstance(value, type):
-        return to_json(asdict(value))
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {str(name): to_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def from_json(form: Any, value: Any) -> Any:
-    """Convert from JSON types to a type, by the annotations of dataclass fields."""
-    origin, of = typing.get_origin(form), typing.get_args(form)
-    if value is None or form is Any:
-        return value
-    if is_dataclass(form) and isinstance(form, type):
-        hints = typing.get_type_hints(form)
-        return form(**{spec.name: from_json(hints[spec.name], value[spec.name])
-                       for spec in fields(form)})  # fmt: skip
-    if origin in (typing.Union, types.UnionType):
-        return from_json(next(each for each in of if each is not type(None)), value)
-    if origin is list:
-        return [from_json(of[0], each) for each in value]
-    if origin is tuple:
-        forms = of[:1] * len(value) if of[-1] is Ellipsis else of
-        return tuple(map(from_json, forms, value))
-    if origin is dict:
-        return {name: from_json(of[1], each) for name, each in value.items()}
-    return float(value) if form is float else value
-
-
-def _round(value: Any) -> Any:
-    """Round all floats to `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, list):
-        return [_round(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _round(each) for name, each in value.items()}
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 def _format_json(value: Any, depth: int = 0) -> str:

@@ -11,9 +11,6 @@ from frame.gpt import Model, edit_flags, flag_words
 
 WARMUP, TAU = 10, 10
 STEPS, LARGE_STEPS, A_EDIT_STEPS = 60, 50, 200
-# Traced from the forward pass of one step until that of another, with one sync in between, which
-# lands in the forward pass of step 41 in overlap mode.
-TRACED = (39, 42)
 RESUME_STEP = 35  # in the middle of a round
 SMALL, LARGE = "small", "large"
 MODELS = {
@@ -53,7 +50,6 @@ CALLS_SECONDS = 20.0
 SHARED_NCCL, SHARED = (2, 30), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 TE, MUON = "transformer_engine", "emerging_optimizers"
 ELASTIC_TORCH = (2, 14)
-NUMS_CTAS = (1, 2, 4, 8, 16)
 # Faults: the last rank is stopped for a few seconds in an exchange, or killed in it; or the run is
 # elastic, and the hub must commit its rounds.
 STOP, KILL, ELASTIC = "stop", "kill", "elastic"
@@ -64,16 +60,13 @@ class Case:
     """A training to check or measure.
 
     Attributes:
-        name: of the case.
         words: flags in addition to those of all cases.
         size: of the model.
         num_replicas: 1 is stock Megatron.
         ranks: of a replica.
-        steps: of the training.
         is_timed: whether replicas sync by time.
         tolerance: largest accepted mean relative distance from the losses of the CPU; None where
             the losses depend on the clock, or are only those of the second launch.
-        is_traced: whether a sync is traced by torch's profiler.
         fragments: groups of units that sync at steps of their own.
         resumes_at: step after which it ends, with a checkpoint, and starts again; 0 for none. The
             second launch is measured.
@@ -83,7 +76,6 @@ class Case:
         is_apart: whether each rank is a launch of its own; always on a single device.
         shares_device: whether several ranks communicate over NCCL from a single device.
         packages: modules that it needs.
-        environment: variables in addition, as `NAME=VALUE`.
         without: switches of all cases that it must not have.
         is_training: whether it is one; otherwise all calls of a `Group`.
     """
@@ -96,7 +88,6 @@ class Case:
     steps: int = STEPS
     is_timed: bool = False
     tolerance: float | None = BF16_CLOSE
-    is_traced: bool = False
     fragments: int = 1
     resumes_at: int = 0
     twin: str | None = None
@@ -105,7 +96,6 @@ class Case:
     is_apart: bool = False
     shares_device: bool = False
     packages: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     is_training: bool = True
 
@@ -176,9 +166,8 @@ class Case:
         return [*words, *edit, *flag_words(every), *self.words]
 
 
-def group_calls() -> list[Case]:
-    """Return the calls of `Group`: what no training with replicas on one GPU brings to NCCL."""
-    return [Case("group-calls", num_replicas=1, tolerance=None, is_training=False)]
+# What no training with replicas on one GPU brings to NCCL.
+CALLS = Case("group-calls", num_replicas=1, tolerance=None, is_training=False)
 
 
 def small_cases() -> list[Case]:
@@ -280,40 +269,22 @@ def large_cases() -> list[Case]:
     edit = replace(stock, num_replicas=2)
     return [
         stock,
-        replace(edit, name="large-overlap", words=(*words, *OVERLAP), is_traced=True),
+        replace(edit, name="large-overlap", words=(*words, *OVERLAP)),
         replace(edit, name="large-delayed", words=(*words, *DELAYED)),
         replace(edit, name="large-offload", words=(*words, *OFFLOAD)),
     ]
 
 
-def more_large_cases() -> list[Case]:
-    """Return further ones, for what little time is left."""
-    edit = large_cases()[1]
-    words, int2 = edit.words, ("--edit-sync-dtype", "int2")
-    return [
-        replace(edit, name="large-blocking", words=(*words, "--edit-sync-mode", "blocking")),
-        replace(edit, name="large-int2", words=(*words, *int2)),
-    ]
-
-
-def cases_by_ctas() -> list[Case]:
-    """Return large delayed trainings whose exchanges may take so many CTAs of a GPU."""
-    (delayed,) = (case for case in large_cases() if case.name == "large-delayed")
-    return [replace(delayed, name=f"large-ctas-{n}", environment=(f"NCCL_MAX_CTAS={n}",))
-            for n in NUMS_CTAS]  # fmt: skip
-
-
 def cases_for(device: str, count: int) -> list[Case]:
     """Return all cases for a number of devices, the most valuable first; see `lacking`."""
     if device == "cuda" and count == 1:
-        found = group_calls() + large_cases() + resumed() + cases_over_nccl_on_one_device()
-        return found + small_cases() + more_large_cases()
+        found = [CALLS, *large_cases(), *resumed(), *cases_over_nccl_on_one_device()]
+        return found + small_cases()
     several = cases_of_several_devices() if count >= 2 else []
-    large = large_cases() + cases_by_ctas() if device == "cuda" else []
-    found = group_calls() + several + large + resumed()
+    large = large_cases() if device == "cuda" else []
+    found = [CALLS, *several, *large, *resumed()]
     found += [case for case in small_cases() if case.name not in {each.name for each in found}]
     found += cases_of_transports_and_layouts() if count >= 2 else []
-    found += more_large_cases() if device == "cuda" else []
     # With `apart`, ranks of a CPU share it.
     return [case for case in found if case.num_ranks <= count or (count == 1 and case.ranks == 1)]
 

@@ -1,4 +1,4 @@
-"""Describe the devices of a machine, and measure the copy rate of one.
+"""Describe the devices of a machine.
 
     python benchmarks/gpu_parts/device.py cuda
 
@@ -11,12 +11,10 @@ import ctypes
 import json
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 
 import torch
 
-COPIED_NUMEL, NUM_COPIES = 1 << 26, 10  # 256 MiB
 SECONDS = 120.0
 
 
@@ -32,13 +30,11 @@ class Devices:
         name: of the first device.
         count: number of devices.
         versions: of CUDA and NCCL.
-        copy_rate: bytes per second that a device reads and writes in a copy within its memory.
     """
 
     name: str
     count: int
     versions: dict[str, str]
-    copy_rate: float
 
 
 def look(device: str) -> Devices:
@@ -61,13 +57,12 @@ def look(device: str) -> Devices:
 def describe_devices(device: str) -> Devices:
     """Describe the devices of a type in this process."""
     if device == "cpu":
-        return Devices("CPU", 1, {}, copy_rate(device))
+        return Devices("CPU", 1, {})
     torch.cuda.init()
     return Devices(
         name=torch.cuda.get_device_name(0),
         count=torch.cuda.device_count(),
         versions={"cuda": str(torch.version.cuda), "nccl": nccl_version()},
-        copy_rate=copy_rate(device),
     )
 
 
@@ -82,27 +77,6 @@ def nccl_version() -> str:
         return ".".join(map(str, torch.cuda.nccl.version()))
     major, rest = divmod(number.value, 10_000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def copy_rate(device: str) -> float:
-    """Return the bytes per second that a device reads and writes in a copy within its memory."""
-    source = torch.ones(COPIED_NUMEL, device=device)
-    target = torch.empty_like(source)
-    seconds = [_seconds_of_copy(source, target) for _ in range(NUM_COPIES)]
-    return 2 * float(source.nbytes) / min(seconds)
-
-
-def _seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    if source.device.type != "cuda":
-        began = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - began
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    target.copy_(source)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 if __name__ == "__main__":

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from frame.page import Column, table_of
-
 from .cases import Case
-
-COLUMNS = (
-    Column("case", "case"),
-    Column("size", "size"),
-    Column("replicas x ranks", "ranks"),
-    Column("expected (s)", "seconds", "{:.0f}"),
-    Column("cannot run without", "lacking"),
-)
 
 
 class Plan:
-    """The time of all cases; several threads may use it at once.
+    """The time of all cases.
 
     A case is expected to take its estimate, scaled by the time that the finished ones took beyond
     theirs.
@@ -41,7 +30,6 @@ class Plan:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cases, self._lacking, self._end, self._clock = cases, lacking, end, clock
-        self._is_free = threading.Lock()
         self._is_over: set[str] = set()
         self._measured = self._estimated = 0.0
 
@@ -54,42 +42,18 @@ class Plan:
         """Return the seconds that a case is expected to take."""
         return case.seconds * (self._measured / self._estimated if self._estimated else 1.0)
 
-    def begin(self, case: Case) -> bool:
-        """Return whether a case may begin."""
-        with self._is_free:
-            return self.expected(case) <= self.left
-
     def end(self, case: Case, seconds: float | None) -> None:
-        """Note that a case is over.
-
-        Args:
-            case: which was begun.
-            seconds: that it took; None if it failed.
-        """
-        with self._is_free:
-            self._is_over.add(case.name)
-            if seconds is not None:
-                self._measured += seconds
-                self._estimated += case.seconds
+        """Note that a case is over, and the seconds that it took; None if it failed."""
+        self._is_over.add(case.name)
+        if seconds is not None:
+            self._measured += seconds
+            self._estimated += case.seconds
 
     def left_out(self) -> list[dict[str, Any]]:
         """Return the cases that are not over, and why: software, or time that is short."""
-        with self._is_free:
-            waiting = [case for case in self._cases if case.name not in self._is_over]
-            return [
-                {"case": case.name, "seconds": self.expected(case),
-                 "lacking": self._lacking.get(case.name, "more time (--budget)")}
-                for case in waiting
-            ]  # fmt: skip
-
-
-def table(cases: Sequence[Case], lacking: Mapping[str, str]) -> str:
-    """Return all cases in their order, as a table."""
-    total = sum(case.seconds for case in cases if case.name not in lacking)
-    rows = [
-        {"case": case.name, "size": case.size if case.is_training else "no training",
-         "ranks": f"{case.num_replicas} x {case.ranks}", "seconds": case.seconds,
-         "lacking": lacking.get(case.name)}
-        for case in cases
-    ]  # fmt: skip
-    return f"{table_of(COLUMNS, rows)}\n\n{total:.0f} s, small cases one after the other"
+        return [
+            {"case": case.name, "seconds": self.expected(case),
+             "lacking": self._lacking.get(case.name, "more time (--budget)")}
+            for case in self._cases
+            if case.name not in self._is_over
+        ]  # fmt: skip

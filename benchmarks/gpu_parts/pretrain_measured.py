@@ -1,10 +1,10 @@
-"""Run scripts/pretrain_gpt.py with a profiler trace of a sync, and record peak device memory.
+"""Run scripts/pretrain_gpt.py, and record the peak device memory.
 
-    GPU_CHECK_MEMORY=FILE GPU_CHECK_TRACE=FILE GPU_CHECK_STEPS=39,42 \
+    GPU_CHECK_MEMORY=FILE \
         python -m megatron_edit benchmarks/gpu_parts/pretrain_measured.py --num-layers 2 ...
 
-Without GPU_CHECK_TRACE there is no trace. A with_trace step must have one micro-batch. With
-GPU_CHECK_FAULT=stop the process stops itself for some seconds in an exchange, with kill it ends.
+With GPU_CHECK_FAULT=stop the process stops itself for some seconds in an exchange, with kill it
+ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from typing import Any
 
 import torch
 from frame.launch import load_script
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import profile
 
 SEED = 1234
 FAULT, FAULT_FILE = "GPU_CHECK_FAULT", "GPU_CHECK_FAULT_FILE"
 FAULTY_SYNC, STOPPED_SECONDS = 2, 5
-MEMORY, TRACE, STEPS = "GPU_CHECK_MEMORY", "GPU_CHECK_TRACE", "GPU_CHECK_STEPS"
+MEMORY = "GPU_CHECK_MEMORY"
 
 
 def main() -> None:
@@ -39,9 +37,6 @@ def main() -> None:
     training.setup_model_and_optimizer = seeded(training.setup_model_and_optimizer)
     if fault := os.environ.get(FAULT):
         hurt_in_exchange(fault, Path(os.environ[FAULT_FILE]))
-    if path := os.environ.get(TRACE):
-        first, last = map(int, os.environ[STEPS].split(","))
-        script.forward_step = with_trace(script.forward_step, Path(path), first, last)
     script.main()
     Path(os.environ[MEMORY]).write_text(json.dumps(peak_bytes()), encoding="utf-8")
 
@@ -82,27 +77,6 @@ def seeded[**P, T](build: Callable[P, T]) -> Callable[P, T]:
         return build(*args, **kwargs)
 
     return seeded_build
-
-
-def with_trace(
-    forward_step: Callable[..., Any], path: Path, first: int, last: int
-) -> Callable[..., Any]:
-    """Wrap a forward step to profile from step `first` until step `last`."""
-    # The engine's thread, too, as it may make outer steps.
-    config = _ExperimentalConfig(profile_all_threads=True)
-    steps, profiler = count(1), profile(experimental_config=config)
-
-    @wraps(forward_step)
-    def profiled_forward_step(*args: Any, **kwargs: Any) -> Any:
-        step = next(steps)
-        if step == first:
-            profiler.start()
-        elif step == last:
-            profiler.stop()  # which waits for the device
-            profiler.export_chrome_trace(str(path))
-        return forward_step(*args, **kwargs)
-
-    return profiled_forward_step
 
 
 def peak_bytes() -> int | None:

@@ -1,13 +1,7 @@
-"""Run a case to the end of training, and read its output.
-
-The engine marks its work with `record_function("edit/...")`. A launch belongs to the innermost open
-mark of its thread; an event on the device belongs to its launch. Without a device, operators that
-no other operator called count as launches.
-"""
+"""Run a case to the end of training, and read its output."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -17,19 +11,16 @@ import sys
 import tempfile
 import threading
 import time
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from frame.launch import Forks, Rank, RunFailedError, free_ports
 from frame.readings import RunLog, edit_losses, inner_steps, read_json_lines, read_syncs
 
-from .cases import ELASTIC, KILL, SHARED, STOP, TRACED, Case
-from .pretrain_measured import FAULT, FAULT_FILE, MEMORY, STEPS, TRACE
+from .cases import ELASTIC, KILL, SHARED, STOP, Case
+from .pretrain_measured import FAULT, FAULT_FILE, MEMORY
 
 SCRIPT = Path(__file__).with_name("pretrain_measured.py")
 CALLS = (sys.executable, "-m", "gpu_parts.group_calls")
@@ -38,128 +29,6 @@ MIN_COMMITS = 2  # of an elastic run
 FIRST_PORT, FIRST_RENDEZVOUS = 28000, 28500
 POLL_SECONDS = 0.25
 _BACKEND = re.compile(r"exchanges over (\w+) \(")
-
-PREFIX = "edit/"
-LAUNCHES = ("cuda_runtime", "cuda_driver")
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-TRANSFERS = ("nccl", "dtoh", "htod")  # in the names of events that transfer data between ranks
-
-
-@dataclass(frozen=True)
-class MarkReading:
-    """The work under a mark, without that of marks nested in it.
-
-    Attributes:
-        mark: name of the mark.
-        count: number of marks of this name.
-        host_ms: total time of all marks of this name.
-        launches: of kernels, copies and fills; of operators, without a device.
-        device_ms: sum over kernels, copies and fills, transfers left out; None without a device.
-        transfer_ms: of collectives, including waiting for other ranks, and of copies between device
-            and host for gloo.
-    """
-
-    mark: str
-    count: int
-    host_ms: float
-    launches: int
-    device_ms: float | None
-    transfer_ms: float | None
-
-
-@dataclass(frozen=True)
-class _Span:
-    """An interval on a thread, in microseconds."""
-
-    begin: float
-    end: float
-    name: str
-
-    @classmethod
-    def of(cls, event: dict[str, Any]) -> _Span:
-        return cls(event["ts"], event["ts"] + event["dur"], event["name"])
-
-
-def read_trace(path: Path) -> list[MarkReading]:
-    """Read a trace of torch's profiler; returns the marks by name, none without marks."""
-    with gzip.open(path, "rt", encoding="utf-8") as source:
-        return read_marks(json.load(source)["traceEvents"])
-
-
-def read_marks(events: Iterable[dict[str, Any]]) -> list[MarkReading]:
-    """Return the marks of the events of a trace, by name."""
-    complete = [event for event in events if event.get("ph") == "X"]
-    marks: dict[Any, list[_Span]] = defaultdict(list)
-    for event in complete:
-        # "gpu_user_annotation" is the same mark on the device.
-        if event["name"].startswith(PREFIX) and event.get("cat") == "user_annotation":
-            marks[event["tid"]].append(_Span.of(event))
-    on_device = _by_correlation(event for event in complete if event.get("cat") in ON_DEVICE)
-    launches = [event for event in complete if _correlation(event) in on_device
-                and event.get("cat") in LAUNCHES]  # fmt: skip
-    if not on_device:
-        launches = _outermost([event for event in complete if event.get("cat") == "cpu_op"])
-    found: dict[str, list[dict[str, Any]]] = {
-        span.name: [] for spans in marks.values() for span in spans
-    }
-    for tid, spans in marks.items():
-        ordered = sorted(spans, key=lambda span: span.begin)
-        for event in launches:
-            if event["tid"] == tid and (span := _innermost(ordered, event["ts"])) is not None:
-                found[span.name].append(event)
-    all_spans = [span for spans in marks.values() for span in spans]
-    return [_reading(name, all_spans, found[name], on_device) for name in sorted(found)]
-
-
-def _reading(
-    name: str,
-    spans: Sequence[_Span],
-    launches: Sequence[dict[str, Any]],
-    on_device: dict[int, list[dict[str, Any]]],
-) -> MarkReading:
-    own = [span for span in spans if span.name == name]
-    kernels = [each for event in launches for each in on_device.get(_correlation(event), [])]
-    transfers = [
-        each for each in kernels if any(name in each["name"].lower() for name in TRANSFERS)
-    ]
-    total, wire = (sum(each["dur"] for each in some) / 1e3 for some in (kernels, transfers))
-    return MarkReading(
-        mark=name,
-        count=len(own),
-        host_ms=sum(span.end - span.begin for span in own) / 1e3,
-        launches=len(launches),
-        device_ms=total - wire if on_device else None,
-        transfer_ms=wire if on_device else None,
-    )
-
-
-def _correlation(event: dict[str, Any]) -> int:
-    """Return the id shared by a launch and its device events; -1 without one."""
-    return int(event.get("args", {}).get("correlation", -1))
-
-
-def _by_correlation(events: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        found[_correlation(event)].append(event)
-    found.pop(-1, None)
-    return found
-
-
-def _innermost(ordered: Sequence[_Span], moment: float) -> _Span | None:
-    """Return the open span that began last; `ordered` is sorted by begin."""
-    last = bisect_right(ordered, moment, key=lambda span: span.begin)
-    return next((span for span in reversed(ordered[:last]) if span.end > moment), None)
-
-
-def _outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the operators that no other operator of their thread called."""
-    found, until = list[dict[str, Any]](), dict[Any, float]()
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        if event["ts"] >= until.get(event["tid"], float("-inf")):
-            until[event["tid"]] = event["ts"] + event["dur"]
-            found.append(event)
-    return found
 
 
 @dataclass(frozen=True)
@@ -177,7 +46,6 @@ class Reading:
         backend: between the replicas; None for stock Megatron.
         peak_bytes: peak device memory of the first rank; None on the CPU.
         num_parameters: of a replica.
-        marks: of the first rank's trace.
         seconds: of the run, start included.
     """
 
@@ -191,7 +59,6 @@ class Reading:
     backend: str | None
     peak_bytes: int | None
     num_parameters: int
-    marks: list[MarkReading]
     seconds: float
 
 
@@ -219,7 +86,7 @@ class Bench:
         device: `cuda` or `cpu`.
         count: devices; replicas share a single device, each in a launch of its own.
         time_limit: most seconds of a case.
-        output: traces and the logs of failed ranks are written next to this file.
+        output: the logs of failed ranks are written next to this file.
     """
 
     def __init__(self, device: str, count: int, time_limit: float, output: Path) -> None:
@@ -258,8 +125,6 @@ class Bench:
                     return Outcome(case.name, *_after_kill(folder, codes), seconds)
                 if case.special == ELASTIC:
                     return Outcome(case.name, *_after_hub(folder), seconds)
-                if case.is_traced:
-                    shutil.copy(trace_file(folder), self._beside(f"{case.name}.trace.json.gz"))
                 return read(case, folder, seconds)
             except RunFailedError:
                 self._keep_logs(case, folder)
@@ -315,13 +180,11 @@ class Bench:
             (self._port,) = (port,) = free_ports(self._port, 1)
         return port
 
-    def _beside(self, name: str) -> Path:
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        return self._output.with_name(f"{self._output.stem}.{name}")
-
     def _keep_logs(self, case: Case, folder: Path) -> None:
+        self._output.parent.mkdir(parents=True, exist_ok=True)
         for path in [*folder.glob("console*.log"), *folder.glob("replica-*.log")]:
-            shutil.copy(path, self._beside(f"{case.name}.{path.name}"))
+            name = f"{self._output.stem}.{case.name}.{path.name}"
+            shutil.copy(path, self._output.with_name(name))
 
     def _ranks(
         self, case: Case, folder: Path, more: Sequence[str], hub: str, *, apart: bool
@@ -341,16 +204,13 @@ class Bench:
         self, case: Case, folder: Path, rank: int, *, apart: bool
     ) -> Mapping[str, str]:
         found = {
-            MEMORY: str(folder / f"memory{rank}.json"),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        } | dict(each.split("=", 1) for each in case.environment)
+            MEMORY: str(folder / f"memory{rank}.json"), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }  # fmt: skip
         if case.shares_device:
             found |= SHARED
         if apart and self._device == "cuda" and self._count > 1:  # a launch takes its first GPU
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(rank + 1)))
             found |= {"CUDA_VISIBLE_DEVICES": visible.split(",")[rank]}
-        if case.is_traced and rank == 0:
-            found |= {TRACE: str(trace_file(folder)), STEPS: ",".join(map(str, TRACED))}
         if case.special in (STOP, KILL) and rank == case.num_ranks - 1:
             found |= {FAULT: case.special, FAULT_FILE: str(folder / "fault")}
         return found
@@ -383,11 +243,6 @@ def _launches(case: Case, folder: Path) -> list[list[str]]:
     return [[*save, "--exit-interval", step], [*save, "--load", checkpoints]]
 
 
-def trace_file(folder: Path) -> Path:
-    """Return the path of the first rank's trace."""
-    return folder / "trace.json.gz"
-
-
 def read(case: Case, folder: Path, seconds: float) -> Reading:
     """Read the measurements of a case from its folder.
 
@@ -414,7 +269,6 @@ def read(case: Case, folder: Path, seconds: float) -> Reading:
         backend=backend(lines),
         peak_bytes=json.loads((folder / "memory0.json").read_text()),
         num_parameters=log.num_parameters,
-        marks=read_trace(trace_file(folder)) if case.is_traced else [],
         seconds=seconds,
     )
 

@@ -44,80 +44,64 @@ REPLICA_VARIABLE = "STRAGGLER_REPLICA"
 MARKS_VARIABLE = "STRAGGLER_MARKS"
 
 
+def check_scenario(name: str) -> str:
+    """Return a name: `random`, `equal`, or like `4x`, the last replica takes four times as long.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    is_factor = name[-1:] == "x" and name[:-1].isdecimal() and int(name[:-1]) > 1
+    if name not in (RANDOM, EQUAL) and not is_factor:
+        raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ...")
+    return name
+
+
+def title_of(scenario: str) -> str:
+    """Return the title of a scenario."""
+    titles = {RANDOM: "random stragglers", EQUAL: "all equal"}
+    return titles.get(scenario, f"one {scenario} slower")
+
+
 @dataclass(frozen=True)
 class Plan:
     """The length of the steps of each replica, without waiting and exchanges.
 
     Attributes:
+        scenario: see `check_scenario`. In `random`, in each step one randomly drawn replica takes
+            one step longer.
+        num_replicas: N.
         step: seconds of a step without slowdown.
-        factors: slowdown of each replica; 1 is not slow.
-        is_random: whether in each step one randomly drawn replica takes one step longer.
         seed: of the draws.
     """
 
+    scenario: str
+    num_replicas: int
     step: float
-    factors: tuple[float, ...]
-    is_random: bool = False
     seed: int = 0
-
-    def step_seconds(self, replica: int, step: int) -> float:
-        """Return the seconds of a step of a replica; steps count from 0."""
-        is_drawn = self.is_random and self.drawn_replica(step) == replica
-        return (self.factors[replica] + is_drawn) * self.step
-
-    def drawn_replica(self, step: int) -> int:
-        """Return the replica that is drawn for a step."""
-        return random.Random(f"{self.seed} {step}").randrange(len(self.factors))
-
-    def to_json(self) -> str:
-        """Return the JSON text for the environment variable."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Parse the text of `to_json`."""
-        fields = json.loads(text)
-        return cls(**fields | {"factors": tuple(fields["factors"])})
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A scenario: which replicas are slow.
-
-    Attributes:
-        name: `random`, `equal`, or like `4x`: the last replica takes four times as long.
-        factor: slowdown of the last replica.
-        rounds: measured in a run, after the first.
-    """
-
-    name: str
-    factor: int = 1
-    rounds: int = 3
-
-    @classmethod
-    def named(cls, name: str, rounds: int) -> Scenario:
-        """Return the scenario of a name; with one round less without consistent stragglers."""
-        factor = int(name.removesuffix("x")) if name.endswith("x") else 1
-        if factor < 1 or (factor == 1 and name not in (RANDOM, EQUAL)):
-            raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ...")
-        return cls(name, factor, rounds if factor > 1 else max(1, rounds - 1))
-
-    @property
-    def title(self) -> str:
-        """Title of the scenario."""
-        if self.factor > 1:
-            return f"one {self.factor}x slower"
-        return "random stragglers" if self.is_random else "all equal"
 
     @property
     def is_random(self) -> bool:
         """Whether a randomly drawn replica is slow in each step."""
-        return self.name == RANDOM
+        return self.scenario == RANDOM
 
-    def plan(self, num_replicas: int, *, step: float, seed: int) -> Plan:
-        """Return the lengths of steps; `step` is in seconds."""
-        factors = (*[1.0] * (num_replicas - 1), float(self.factor))
-        return Plan(step, factors, is_random=self.is_random, seed=seed)
+    @property
+    def factor(self) -> int:
+        """Slowdown of the last replica."""
+        return 1 if self.scenario in (RANDOM, EQUAL) else int(self.scenario[:-1])
+
+    def step_seconds(self, replica: int, step: int) -> float:
+        """Return the seconds of a step of a replica; steps count from 0."""
+        if self.is_random:
+            return (1 + (self.drawn_replica(step) == replica)) * self.step
+        return (self.factor if replica == self.num_replicas - 1 else 1) * self.step
+
+    def drawn_replica(self, step: int) -> int:
+        """Return the replica that is drawn for a step."""
+        return random.Random(f"{self.seed} {step}").randrange(self.num_replicas)
+
+    def to_json(self) -> str:
+        """Return the JSON text for the environment variable."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -128,59 +112,46 @@ class Job:
         plan: lengths of the steps.
         tau: steps per round of a replica that is not slow. With a consistent straggler EDiT's
             interval is divided by its factor, so that rounds take the same time.
+        rounds: measured in a run, after the first.
         seconds: measured time of kinds without rounds.
         phase: share of a step of the slowest replica by which A-EDiT's rounds last longer. As the
             length of steps is constant here, it determines at which point of such a step a round
             ends, and how long the other replicas wait.
     """
 
-    scenario: Scenario
     kind: str
     plan: Plan
     tau: int
+    rounds: int
     seconds: float
     phase: float = 0.5
 
     @property
-    def num_replicas(self) -> int:
-        """N."""
-        return len(self.plan.factors)
-
-    @property
     def interval(self) -> int:
         """EDiT's tau."""
-        return max(1, self.tau // self.scenario.factor)
+        return max(1, self.tau // self.plan.factor)
 
     @property
     def round_seconds(self) -> float:
         """A-EDiT's tau_time: the time of EDiT's steps of a round, plus `phase`."""
-        mean_step = max(self.plan.factors) + self.plan.is_random / self.num_replicas
+        mean_step = self.plan.factor + self.plan.is_random / self.plan.num_replicas
         return (self.interval + self.phase) * mean_step * self.plan.step
 
     @property
     def edit_steps(self) -> tuple[int, int]:
         """Range of EDiT's measured steps, from 0: the first, and the first one after the range."""
-        rounds = (SKIPPED_ROUNDS, SKIPPED_ROUNDS + self.scenario.rounds)
+        rounds = (SKIPPED_ROUNDS, SKIPPED_ROUNDS + self.rounds)
         first, last = (WARMUP_STEPS + self.interval * count for count in rounds)
         return first, last
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens per step of one replica."""
-        return MODEL.tokens_per_replica
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of a launch."""
-        return 1 if self.kind == IDEAL else self.num_replicas
-
     def flags(self, log_dir: str) -> list[str]:
         """Return all flags of the training script."""
+        ranks = 1 if self.kind == IDEAL else self.plan.num_replicas  # of a launch
         # A console line of stock Megatron costs a barrier.
-        flags = MODEL.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
+        flags = MODEL.flags(ranks, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
         if self.kind not in SYNCING:
             return flags
-        flags += edit_flags(self.num_replicas, warmup_steps=WARMUP_STEPS, log_dir=log_dir)
+        flags += edit_flags(ranks, warmup_steps=WARMUP_STEPS, log_dir=log_dir)
         flags += ["--edit-strategy", self.kind]
         if self.kind == EDIT:
             return [*flags, "--edit-sync-interval", str(self.interval)]

@@ -15,6 +15,7 @@ of a machine share.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from straggler_parts.kinds import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABL
 
 def main() -> None:
     """Wrap the forward step of the training script, and run the script."""
-    plan = Plan.from_json(os.environ[PLAN_VARIABLE])
+    plan = Plan(**json.loads(os.environ[PLAN_VARIABLE]))
     replica = int(os.environ[REPLICA_VARIABLE])
     script: Any = load_script()
     with Path(os.environ[MARKS_VARIABLE]).open("w", buffering=1) as marks:

@@ -21,6 +21,7 @@ from frame.readings import read_syncs
 from .kinds import (
     IDEAL,
     MARKS_VARIABLE,
+    MODEL,
     PLAN_VARIABLE,
     REPLICA_VARIABLE,
     SKIPPED_ROUNDS,
@@ -36,27 +37,7 @@ SKIPPED_STEPS = 5  # of kinds without rounds: the first are slow
 _SYNC_FIELDS = ("round", "iteration", "inner_steps", "samples", "seconds")
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """The measured steps of a replica: from mark `first` to mark `last`, counted from 0.
-
-    Attributes:
-        seconds: between these marks.
-    """
-
-    first: int
-    last: int
-    seconds: float
-
-    @classmethod
-    def between(cls, marks: Sequence[float], first: int, last: int) -> Stretch:
-        """Return the steps first ... last - 1."""
-        return cls(first, last, marks[last] - marks[first])
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean length of a step."""
-        return self.seconds / (self.last - self.first)
+type Span = tuple[int, int]  # the measured steps of a replica: from a mark to a later one
 
 
 @dataclass(frozen=True)
@@ -64,8 +45,8 @@ class Measurement:
     """Raw numbers of one run.
 
     Attributes:
-        stretches: by replica.
-        tokens_per_second: of all replicas together.
+        step_seconds: mean length of the measured steps, by replica.
+        tokens_per_second: of all replicas together, each over its own steps.
         round_seconds: per measured round, by the marks of replica 0; empty without rounds.
         syncs: at the ends of these rounds, as replica 0 saw them.
         load: of the machine, one-minute average before and after.
@@ -74,7 +55,7 @@ class Measurement:
     scenario: str
     kind: str
     repeat: int
-    stretches: list[Stretch]
+    step_seconds: list[float]
     tokens_per_second: float
     round_seconds: list[float]
     syncs: list[dict[str, Any]]
@@ -83,18 +64,8 @@ class Measurement:
     @property
     def short(self) -> dict[str, Any]:
         """A row of OUTPUT."""
-        return {
-            "scenario": self.scenario,
-            "kind": self.kind,
-            "repeat": self.repeat,
-            "tokens_per_second": self.tokens_per_second,
-            "load": self.load,
-        }
-
-    @property
-    def slowest_step(self) -> float:
-        """Mean length of a step of the slowest replica."""
-        return max(stretch.step_seconds for stretch in self.stretches)
+        names = ("scenario", "kind", "repeat", "tokens_per_second", "load")
+        return {name: getattr(self, name) for name in names}
 
 
 def read_marks(path: Path) -> list[float]:
@@ -103,7 +74,7 @@ def read_marks(path: Path) -> list[float]:
     return list(map(float, complete.splitlines()))
 
 
-def stretches_by_time(marks: Sequence[Sequence[float]], seconds: float) -> list[Stretch] | None:
+def spans_by_time(marks: Sequence[Sequence[float]], seconds: float) -> list[Span] | None:
     """Return the complete steps of each replica in one time span, the same for all replicas.
 
     It begins when all replicas have made their first steps. None before all have reached its end.
@@ -114,38 +85,28 @@ def stretches_by_time(marks: Sequence[Sequence[float]], seconds: float) -> list[
     end = start + seconds
     if any(own[-1] < end for own in marks):
         return None
-    found = []
-    for own in marks:
-        first, last = bisect_left(own, start), bisect_right(own, end) - 1
-        if last <= first:
-            raise ValueError(f"a step takes longer than {seconds} s, which is all that is measured")
-        found.append(Stretch.between(own, first, last))
+    found = [(bisect_left(own, start), bisect_right(own, end) - 1) for own in marks]
+    if any(last <= first for first, last in found):
+        raise ValueError(f"a step takes longer than {seconds} s, which is all that is measured")
     return found
 
 
-def stretches_by_steps(
-    marks: Sequence[Sequence[float]], first: int, last: int
-) -> list[Stretch] | None:
-    """Return the steps first ... last - 1 of every replica; None before these are over."""
-    if any(len(own) <= last for own in marks):
-        return None
-    return [Stretch.between(own, first, last) for own in marks]
-
-
-def stretches_by_syncs(
+def spans_by_syncs(
     marks: Sequence[Sequence[float]], syncs: Sequence[dict[str, Any]], rounds: int
-) -> list[Stretch] | None:
+) -> list[Span] | None:
     """Return the steps of each replica in `rounds` rounds, each with the sync at its end.
 
     None before these are over.
     """
     if len(syncs) < SKIPPED_ROUNDS + rounds:
         return None
-    firsts = steps_before(syncs, SKIPPED_ROUNDS, len(marks))
-    lasts = steps_before(syncs, SKIPPED_ROUNDS + rounds, len(marks))
-    if any(len(own) <= last for own, last in zip(marks, lasts, strict=True)):
-        return None
-    return [Stretch.between(*three) for three in zip(marks, firsts, lasts, strict=True)]
+    ends = (steps_before(syncs, SKIPPED_ROUNDS + n, len(marks)) for n in (0, rounds))
+    found = list(zip(*ends, strict=True))
+    return None if _is_incomplete(marks, found) else found
+
+
+def _is_incomplete(marks: Sequence[Sequence[float]], spans: Sequence[Span]) -> bool:
+    return any(len(own) <= last for own, (_, last) in zip(marks, spans, strict=True))
 
 
 def steps_before(syncs: Sequence[dict[str, Any]], count: int, num_replicas: int) -> list[int]:
@@ -163,20 +124,22 @@ def round_lengths(
     return [after - before for before, after in pairwise(ends)]
 
 
-def tokens_per_second(stretches: Sequence[Stretch], tokens_per_step: int) -> float:
-    """Return the total speed of all replicas, each over its own stretch."""
-    return sum(tokens_per_step / stretch.step_seconds for stretch in stretches)
-
-
-def find_stretches(
+def find_spans(
     job: Job, marks: Sequence[Sequence[float]], syncs: Sequence[dict[str, Any]]
-) -> list[Stretch] | None:
-    """Return the measured stretches of a job; None before they are complete."""
+) -> list[Span] | None:
+    """Return the measured steps of all replicas; None before they are over."""
     if job.kind in SYNCING:
-        return stretches_by_syncs(marks, syncs, job.scenario.rounds)
-    if job.kind == IDEAL and job.plan.is_random:
-        return stretches_by_steps(marks, *job.edit_steps)  # with the same draws
-    return stretches_by_time(marks, job.seconds)
+        return spans_by_syncs(marks, syncs, job.rounds)
+    if job.kind == IDEAL and job.plan.is_random:  # with the same draws as EDiT
+        spans = [job.edit_steps for _ in marks]
+        return None if _is_incomplete(marks, spans) else spans
+    return spans_by_time(marks, job.seconds)
+
+
+def step_lengths(marks: Sequence[Sequence[float]], spans: Sequence[Span]) -> list[float]:
+    """Return the mean length of the measured steps, by replica."""
+    pairs = zip(marks, spans, strict=True)
+    return [(own[last] - own[first]) / (last - first) for own, (first, last) in pairs]
 
 
 class Bench:
@@ -196,29 +159,29 @@ class Bench:
         Raises:
             RunFailedError: it failed or took too long.
         """
-        load, rounds, name = os.getloadavg()[0], job.scenario.rounds, job.scenario.name
+        load, rounds, name = os.getloadavg()[0], job.rounds, job.plan.scenario
         with tempfile.TemporaryDirectory(prefix="stragglers-") as folder_name:
             folder = Path(folder_name)
-            files = [folder / f"marks{replica}.txt" for replica in range(job.num_replicas)]
+            files = [folder / f"marks{replica}.txt" for replica in range(job.plan.num_replicas)]
             ranks = [_rank(job, replica, folder, file) for replica, file in enumerate(files)]
 
-            def poll_stretches() -> list[Stretch] | None:
-                return find_stretches(job, list(map(read_marks, files)), read_syncs(folder))
+            def poll_steps() -> list[float] | None:
+                marks = list(map(read_marks, files))
+                spans = find_spans(job, marks, read_syncs(folder))
+                return None if spans is None else step_lengths(marks, spans)
 
             with self._forks.training(
                 f"{name}, {job.kind}", folder, ranks, apart=job.kind == IDEAL, one_machine=False
             ) as training:
-                stretches = training.until(
-                    poll_stretches, limit=self._time_limit, poll=POLL_SECONDS
-                )
+                steps = training.until(poll_steps, limit=self._time_limit, poll=POLL_SECONDS)
             syncs = read_syncs(folder)
             measured = syncs[SKIPPED_ROUNDS : SKIPPED_ROUNDS + rounds]
             return Measurement(
                 scenario=name,
                 kind=job.kind,
                 repeat=repeat,
-                stretches=stretches,
-                tokens_per_second=tokens_per_second(stretches, job.tokens_per_step),
+                step_seconds=steps,
+                tokens_per_second=sum(MODEL.tokens_per_replica / each for each in steps),
                 round_seconds=round_lengths(read_marks(files[0]), syncs, rounds),
                 syncs=[{field: sync[field] for field in _SYNC_FIELDS} for sync in measured],
                 load=[load, os.getloadavg()[0]],

@@ -21,7 +21,7 @@ FAKE = """
 import sys
 import gpu_check
 from gpu_parts.device import Devices
-gpu_check.look = lambda device: Devices("A GPU", 1, {"cuda": "13.0", "nccl": "2.27"}, 1e12)
+gpu_check.look = lambda device: Devices("A GPU", 1, {"cuda": "13.0", "nccl": "2.27"})
 if __name__ == "__main__":
     sys.exit(gpu_check.main(sys.argv[1:]))
 """
@@ -67,7 +67,7 @@ def test_cases_are_listed_without_a_gpu(tmp_path: Path, count: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.index("group-calls") < done.stdout.index("large-overlap")
     assert ("| NCCL 2.30 |" in done.stdout) == (count == "1")
-    assert ("| large-ctas-8 | large | 2 x 1 | 30 |" in done.stdout) == (count == "8")
+    assert ("| vpp | small | 2 x 2 | 30 |" in done.stdout) == (count == "8")
     assert not list(tmp_path.iterdir())
 
 
@@ -109,7 +109,6 @@ def test_cpu_run_matches_committed_losses(tmp_path: Path) -> None:
     assert rows["overlap"]["backend"] == "gloo"
     assert all(row["distance"] is not None and row["distance"] < 1e-3 for row in rows.values())
     assert "All checks passed." in output.with_suffix(".md").read_text()
-    assert output.with_suffix(".png").stat().st_size > 1000
 
 
 @pytest.mark.timeout(300)
