@@ -6,7 +6,6 @@ Modules that import Megatron are imported inside tests, most of which take milli
 from __future__ import annotations
 
 import contextlib
-import math
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,75 +22,13 @@ from megatron_edit.host.arguments import check_arguments, validate_as_one_job
 from megatron_edit.host.assigned_data import AssignedSampler, Share
 from megatron_edit.host.checkpoint.choosing import check_same_model, model_of
 from megatron_edit.host.cpu import Snapshots
-from megatron_edit.host.model.counters import LoopControl
 from megatron_edit.host.model.moments import zero_nonfinite
-from megatron_edit.host.model.planning import Routers
-from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
+from megatron_edit.host.overlap import keep_sends_asynchronous
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.seams.probes import Probe, _check
-from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.ledger import BlockAssignment, SampleOrder
 
 anything: Any = SimpleNamespace
-
-
-class Engine:
-    """An engine that records its calls."""
-
-    def __init__(self, has_pending_units: bool = True) -> None:
-        self.calls: list[Any] = []
-        self.status = anything(has_pending_units=has_pending_units)
-        shards = [anything(name=name) for name in ("embedding", "layer.1", "layer.2", "final")]
-        self.plan = anything(shards=shards)
-
-    def land_up_to(self, num_shards: int) -> None:
-        """Record the landing."""
-        self.calls.append(("land", num_shards))
-
-
-class BucketGroup:
-    """A stand-in for Megatron's bucket group, with one parameter per unit."""
-
-    def __init__(self, calls: list[Any], *units: str) -> None:
-        self.parameters = {object(): unit for unit in units}
-        self.buckets = [anything(params_list=[parameter]) for parameter in self.parameters]
-        self._calls = calls
-
-    def start_param_sync(self, **_: bool) -> None:
-        """Record the start of a gather."""
-        self._calls.append("gather")
-
-    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Record the wait for a gather."""
-        self._calls.append(("finish", skip_next_bucket_dispatch))
-
-    def start_grad_sync(self) -> None:
-        """Record the start of a reduction."""
-        self._calls.append("reduce")
-
-
-@pytest.mark.parametrize("has_pending_units", [False, True])
-def test_units_land_before_their_gather(has_pending_units: bool) -> None:
-    """Catches a gather before all units of its bucket have landed, and a next gather that starts
-    while units are pending, or never."""
-    engine: Any = Engine(has_pending_units)
-    first = BucketGroup(engine.calls, "embedding", "layer.2")
-    last = BucketGroup(engine.calls, "final")
-    model = [anything(bucket_groups=[last, first], expert_parallel_bucket_groups=[])]
-    unit_of: Any = first.parameters | last.parameters
-    patcher = Patcher("Megatron")
-    assert land_before_gathers(patcher, model, engine, engine.plan, unit_of)
-    first.start_param_sync(force_sync=False)
-    first.finish_param_sync()
-    first.finish_param_sync(skip_next_bucket_dispatch=True)
-    last.start_param_sync()
-    first.start_grad_sync()
-    assert engine.calls == [
-        ("land", 3), "gather", ("finish", has_pending_units), ("finish", True), ("land", 4),
-        "gather", "reduce",
-    ]  # fmt: skip
-    patcher.undo()
-    assert "start_param_sync" not in vars(first)
 
 
 @pytest.mark.parametrize(
@@ -124,58 +61,6 @@ def test_nonfinite_moments_are_zeroed_and_counted() -> None:
     inner = anything(optimizer=anything(state={main: state}))
     assert zero_nonfinite([inner, anything(optimizer=None)], main) == 3
     assert state["exp_avg"].tolist() == [1.0, 0.0, 0.0, 0.0] and state["step"].isinf()
-
-
-def loop(**intervals: int | None) -> tuple[LoopControl, Namespace]:
-    """Return the loop of one of two A-EDiT replicas after 16 samples, with a global batch of 8."""
-    args = Namespace(
-        global_batch_size=8, iteration=0, curr_iteration=2, train_iters=100,
-        consumed_train_samples=0, eval_interval=None, save_interval=None,
-        non_persistent_save_interval=None, exit_interval=None, start_eval_at_iter=None,
-    )  # fmt: skip
-    vars(args).update(intervals)
-    scheduler = anything(num_steps=0, step=lambda increment: None)
-    control = LoopControl(args, scheduler)
-    control.override_intervals(16, is_over=False)
-    control.begin_step()
-    return control, args
-
-
-def test_schedule_position_follows_samples() -> None:
-    """Megatron adds the samples of the step afterwards: catches a rate that is one step ahead."""
-    control, args = loop()
-    control.end_round(56, 4, is_over=False, next_meeting_without_step=False)
-    assert control.scheduler.num_steps == 52 and args.consumed_train_samples == 48
-
-
-def test_intervals_count_samples_of_all_replicas() -> None:
-    """Catches a save at every sync, and a save that never happens."""
-    control, args = loop(eval_interval=3, save_interval=10, exit_interval=None)
-    seen = []
-    for samples in (20, 24, 40, 90):  # multiples of 24 and 80 are crossed by some
-        control.begin_step()
-        control.end_round(samples, 4, is_over=False, next_meeting_without_step=False)
-        seen.append((args.eval_interval, args.save_interval))
-    assert seen == [(None, None), (3, None), (None, None), (3, 3)]
-    control.release()
-    assert (args.eval_interval, args.save_interval, args.train_iters) == (3, 10, 100)
-
-
-def test_timers_restart_after_reset() -> None:
-    """A log line covers the time since the last: catches timers that never or always reset."""
-    from megatron_edit.host.log_lines import PhaseTimer, SumTimer
-
-    now = [0]
-    timer, clock_seconds = PhaseTimer("phase", PhaseClock(lambda: now[0])), []
-    for reset in (False, True, True):
-        now[0] += 10**9
-        clock_seconds.append(timer.elapsed(reset=reset))
-    assert clock_seconds == [1.0, 2.0, 1.0] and timer.active_time() == 3.0
-    added, seconds = SumTimer("sum"), []
-    for reset in (False, True, True):
-        added.add(1.0)
-        seconds.append(added.elapsed(reset=reset))
-    assert seconds == [1.0, 2.0, 1.0] and added.active_time() == 3.0
 
 
 def test_gathered_moments_are_padded_per_bucket() -> None:
@@ -243,23 +128,6 @@ def test_resumed_round_continues_with_its_blocks() -> None:
     assert list(sampler) == [[6, 7], [10, 11]]
 
 
-def test_evaluation_losses_are_averaged_over_replicas() -> None:
-    """By name and in Megatron's dtype; ranks without losses take part in the gather."""
-    from megatron_edit.host.observe import Observer
-
-    observer: Any = Observer(*[anything() for _ in range(5)])
-    losses = {"lm loss": torch.tensor(2.0), "aux": torch.tensor([4.0])}
-    triple = torch.tensor([[3.0], [1.0]])  # losses; weights are in the second row
-    observer._average(losses, lambda mine: torch.stack([mine, triple * mine]))
-    assert {name: loss.tolist() for name, loss in losses.items()} == {"lm loss": 4.0, "aux": 8.0}
-    assert losses["lm loss"].dtype == torch.float32
-    observer._average(None, lambda mine: torch.stack([mine, mine]))
-    others = torch.tensor([[[3.0], [1.0]], [[math.nan], [0.0]]])
-    losses = {"lm loss": torch.tensor(1.0)}
-    observer._average(losses, lambda mine: torch.stack([mine, *others]), {"lm loss": 3.0})
-    assert losses["lm loss"] == 1.5  # by tokens; a replica without any is left out
-
-
 @pytest.mark.parametrize("sft", [False, True])
 def test_evaluation_counts_what_its_losses_are_means_of(
     monkeypatch: pytest.MonkeyPatch, sft: bool
@@ -277,22 +145,6 @@ def test_evaluation_counts_what_its_losses_are_means_of(
     for given in (found, found, (0.0, 5), [1, 2]):
         step()[1](given)
     assert counts == {"lm loss": 2.0 if sft else 10.0, "aux": 2.0}
-
-
-def test_router_biases_are_found_by_kind() -> None:
-    """All are exchanged at a sync; quantile biases and token counts also in the warm-up."""
-    weights: list[Any] = [object(), object(), object()]
-    modules = [
-        anything(weight=weights[0], expert_bias=torch.ones(2), qb_beta=None,
-                 local_tokens_per_expert=torch.zeros(2)),
-        anything(weight=weights[1], expert_bias=None, qb_beta=torch.full((2,), 3.0)),
-        anything(weight=weights[2]),
-    ]  # fmt: skip
-    unit_of = {weight: f"layer.{number}" for number, weight in enumerate(weights)}
-    routers = Routers.of([anything(modules=lambda: modules)], unit_of)
-    assert [unit for unit, _ in routers.biases()] == ["layer.0", "layer.1"]
-    assert [bias.tolist() for bias in routers.quantile_biases()] == [[3.0, 3.0]]
-    assert [count.tolist() for count in routers.token_counts()] == [[0.0, 0.0]]
 
 
 def test_missing_megatron_parameter_is_an_error() -> None:

@@ -49,15 +49,6 @@ def test_adaptive_timeout_follows_round_length(monkeypatch: pytest.MonkeyPatch) 
     assert groups[0].timeout.total_seconds() == 4000.0
 
 
-def test_timeout_given_by_the_user_is_fixed() -> None:
-    """It does not depend on the length of rounds."""
-    mine = group()
-    adaptive_timeout = AdaptiveTimeout([mine], is_fixed=True)
-    adaptive_timeout.begin(1e6)
-    adaptive_timeout.after_round()
-    assert mine.timeout == timedelta(seconds=7)
-
-
 @pytest.mark.parametrize(
     ("parameters", "rate", "least"),
     [(12e9, 125e6 / 8, 4 * 672.0), (12e9, 12.5e9, 600.0), (1e5, 1.0, 600.0)],
@@ -438,7 +429,7 @@ def test_timeout_of_fragments_follows_the_whole_round(monkeypatch: pytest.Monkey
     assert seen == [3200.0, 3200.0, pytest.approx(4 * 800 / 3 * 4), 4800.0, 5600.0, 6400.0]
 
 
-def test_given_timeout_does_not_follow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_timeout_follows_neither_steps_nor_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--edit-timeout-seconds N`."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -446,7 +437,8 @@ def test_given_timeout_does_not_follow_steps(monkeypatch: pytest.MonkeyPatch) ->
     adaptive_timeout = AdaptiveTimeout([mine], is_fixed=True)
     now[0] += 5000.0
     adaptive_timeout.follow_step()
-    adaptive_timeout.begin(steps=100)
+    adaptive_timeout.begin(1e6, steps=100)
+    adaptive_timeout.after_round()
     assert mine.timeout == timedelta(seconds=7)
 
 
