@@ -26,22 +26,6 @@ def world(store: dist.Store, replica: int, rank: int = 0, ranks: int = 1) -> Rep
     return ReplicaWorld(placement, store, store, SECONDS)
 
 
-def test_exit_barrier_waits_for_slowest_replica() -> None:
-    """Both return when both have reached it."""
-    store, returned = dist.HashStore(), threading.Event()
-
-    def first() -> None:
-        world(store, 0).exit_barrier(SECONDS)
-        returned.set()
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert not returned.wait(0.5)
-    world(store, 1).exit_barrier(SECONDS)
-    assert returned.wait(5)
-    thread.join()
-
-
 def test_exit_barrier_waits_for_every_rank() -> None:
     """Not only for the first rank of each replica: others may still be reading."""
     store, returned = dist.HashStore(), []

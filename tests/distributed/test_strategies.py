@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron_edit.config import EditConfig
-from megatron_edit.errors import UsageError
 from tests.distributed.strategy_runs import Settings, run_both
 from tests.distributed.test_rounds import make_moves
 from tests.reference.outer_rules import PRESETS, settings_for
@@ -148,18 +147,3 @@ def test_strategy_presets_and_overrides(strategy: str) -> None:
         assert config.warmup_steps == 0
     changed = EditConfig(use_edit=True, strategy=strategy, outer_lr=0.25, fragments=2)
     assert (changed.outer_lr, changed.fragments) == (0.25, 2)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "edit", "sync_interval": 4, "fragments": 5},
-        {"strategy": "edit", "sync_interval": 4, "delay_steps": 4},
-        {"strategy": "co2", "sync_interval": 4, "delay_steps": 1},
-    ],
-    ids=["F-above-tau", "d-not-below-tau", "co2-delayed"],
-)
-def test_meaningless_strategy_settings_are_refused(settings: Settings) -> None:
-    """Catches: a fragment that never syncs, a landing after the unit's next sync has started."""
-    with pytest.raises(UsageError, match=r"fragments|delay"):
-        EditConfig(use_edit=True, **settings)

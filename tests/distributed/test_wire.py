@@ -146,13 +146,6 @@ def test_lost_peer_raises_within_the_timeout(name: str, when: str) -> None:
     assert seconds < 2.0 + 1.5  # the time-out of one collective, and slack for a busy machine
 
 
-@pytest.mark.parametrize("name", CODED)
-def test_ordered_group_runs_second_phase_before_next_exchange(name: str) -> None:
-    """NCCL needs this order of calls. The sums do not change."""
-    for result in run_ranks(SCENARIOS + "run_phases_in_order", 3, (name, SIZES), check=True):
-        assert all(in_order == apart for in_order, apart in result.value)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_direction_uses_its_own_connections(size: int) -> None:
     """Catches: two ranks that send to each other one after the other, over one connection."""

@@ -6,7 +6,6 @@ import os
 import random
 import time
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -171,36 +170,6 @@ def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
     except ReplicaLostError as error:
         return str(error), time.monotonic() - began
     return None
-
-
-class _InOrder(Group):
-    """A group that runs all collectives in order on one connection, like NCCL."""
-
-    @cached_property
-    def runs_in_order(self) -> bool:
-        return True
-
-
-def run_phases_in_order(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
-    """Make exchanges on a group on which phases run in order, and on one on which they do not; on
-    the former each is waited for only when the next has started."""
-    group, wire = join(), Wire.of(name)
-    ordered = _InOrder(
-        group.process_group, group.rank, group.size, CPU, group.timeout, "ordered group"
-    )
-    in_flight, values = [], []
-    for numel in sizes:
-        one, other = mine(numel, 0, group), mine(numel, 0, group)
-        in_flight.append(wire.start(ordered, one))
-        assert len(ordered.backlog) <= 1  # the second phase of the exchange before has started
-        wire.start(group, other).wait()
-        values.append((one, other))
-    for exchange in in_flight:
-        exchange.wait()
-    assert not ordered.backlog
-    pairs = [(one.numpy().tobytes(), other.numpy().tobytes()) for one, other in values]
-    assert ordered.payload_bytes == group.payload_bytes
-    return pairs
 
 
 class _RecordingTransport:
