@@ -1,6 +1,4 @@
-"""Hooks that kill ranks while a checkpoint is saved, at a point in time or at a file operation.
-
-And one, without settings, that delays a rank before a load.
+"""Hooks that kill ranks while a checkpoint is saved, and one that delays a rank before a load.
 
 Settings besides `SPY_DIR`: `SPY_SAVE` is the number of the save in this run, from 1 on, and
 `SPY_VICTIMS` lists the ranks that are killed, separated by commas. `SPY_DIR` keeps over several
@@ -9,22 +7,14 @@ runs how long the last complete save took, and of which iterations a save began.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import wraps
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 from tests.host.spy import out_dir
-
-_THREAD = "edit-commit"
-_CALLS = {"open", "write", "fsync", "rename", "replace", "link", "mkdir", "unlink", "rmdir"}
 
 
 def kill_in_save() -> None:
@@ -61,18 +51,6 @@ def kill_in_async_save() -> None:
     # Forked, the worker inherits the two lines above.
     initialize.init_persistent_async_worker = lambda rank, mode: start(rank, "fork")
     kill_in_save()
-
-
-def kill_at_call() -> None:
-    """Kill the victims at a file operation of rank 0, in the thread that completes the checkpoint.
-
-    `SPY_CALL` is a name and a number: "rename 2" is the second rename after the checksums are
-    computed. With "none", the calls are listed in `calls.json` and no rank is killed. A call that
-    writes gets as far as one character.
-    """
-    if os.environ["RANK"] == "0":
-        threading.setprofile(_Watcher().begin)
-    _note_pid()
 
 
 def delay_rank_1() -> None:
@@ -142,53 +120,3 @@ def _kill() -> None:
     others = [int((out_dir() / f"pid-{rank}").read_text()) for rank in victims]
     for pid in sorted(others, key=lambda pid: pid == os.getpid()):
         os.kill(pid, signal.SIGKILL)
-
-
-class _Watcher:
-    """Counts calls in one thread with Python's profiling hook."""
-
-    def __init__(self) -> None:
-        from megatron_edit.checkpoint.manifest import Manifest
-        from megatron_edit.observe.console import DroppingFile
-
-        self.no_file = (str, DroppingFile)  # str.replace, and what the console writes
-        self.manifest: CodeType = Manifest.text.__code__
-        name, _, number = os.environ["SPY_CALL"].partition(" ")
-        self.name, self.number = name, int(number or 0)
-        self.save = int(os.environ["SPY_SAVE"])
-        self.threads = 0
-        self.calls: list[str] = []
-        self.is_counting = False
-
-    def begin(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Handle the first event of any thread."""
-        self.threads += threading.current_thread().name == _THREAD
-        is_watched = threading.current_thread().name == _THREAD and self.threads == self.save
-        sys.setprofile(self.watch if is_watched else None)
-
-    def watch(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Handle every later event of the thread that completes the checkpoint."""
-        self.is_counting |= event == "call" and frame.f_code is self.manifest
-        if not self.is_counting or event != "c_call" or arg.__name__ not in _CALLS:
-            return
-        if isinstance(arg.__self__, self.no_file) or arg.__self__ is sys.stdout:
-            return
-        self.calls.append(arg.__name__)
-        if self.name == "none":
-            (out_dir() / "calls.json").write_text(json.dumps(self.calls))
-        elif self.calls.count(self.name) == self.number and arg.__name__ == self.name:
-            if self.name == "write":
-                arg.__self__.write("{")
-                arg.__self__.flush()
-            _kill()
-
-
-def moments_of(folder: Path) -> Iterator[str]:
-    """Yield the calls in `calls.json` for `SPY_CALL`; of consecutive removals only some."""
-    calls = json.loads((folder / "calls.json").read_text())
-    removals = [place for place, name in enumerate(calls) if name in ("unlink", "rmdir")]
-    for place, name in enumerate(calls):
-        is_removal = place - 1 in removals or place in removals
-        if is_removal and place + 1 in [*removals, len(calls)] and place % 5:
-            continue
-        yield f"{name} {calls[: place + 1].count(name)}"

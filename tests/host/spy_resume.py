@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.host.spy import damage_before_sync, out_dir, record
+from tests.host.spy import out_dir, record
 
 
 def record_all() -> None:
@@ -33,12 +33,6 @@ def record_all() -> None:
         (out_dir() / f"outer-{rank}.json").write_text(json.dumps(_state_of(self)))
 
     EditEngine.finish = spied  # type: ignore[method-assign]
-
-
-def record_all_and_damage() -> None:
-    """Call `damage_before_sync` and `record_all`."""
-    damage_before_sync()
-    record_all()
 
 
 def _state_of(engine: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import wraps
-from pathlib import Path
 from pkgutil import resolve_name
 from threading import Timer
 from typing import Any
@@ -215,37 +214,6 @@ def pause_replica_1() -> None:
     """Stop the process of replica 1 for 10 seconds."""
     script = "kill -STOP $0; sleep 10; kill -CONT $0"
     on_replica_1(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
-
-
-def hash_slowly() -> None:
-    """Make the first rank of all take a second per file, except in a save caused by a stop."""
-    import megatron_edit.host.checkpoint.committing as committing
-    from megatron_edit.checkpoint.folder import STOP
-
-    record_of = committing.record_of  # type: ignore[attr-defined]
-
-    def slowed(path: Path) -> Any:
-        if int(os.environ["RANK"]) == 0 and f"{STOP}.partial" not in str(path):
-            time.sleep(1)
-        return record_of(path)
-
-    committing.record_of = slowed  # type: ignore[attr-defined]
-
-
-def fail_readback() -> None:
-    """Make the last rank of all fail to read back its files of the first `SPY_LOST` saves."""
-    import megatron_edit.host.checkpoint.committing as committing
-
-    record_of = committing.record_of  # type: ignore[attr-defined]
-    left = [None] * int(os.environ.get("SPY_LOST", "1"))
-
-    def failing(path: Path) -> Any:
-        if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]) and left:
-            left.pop()
-            raise OSError(5, "Input/output error")
-        return record_of(path)
-
-    committing.record_of = failing  # type: ignore[attr-defined]
 
 
 def record_consumed() -> None:

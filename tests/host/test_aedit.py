@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import Flags
-from tests.harness.launch import REPOSITORY
 from tests.host.runs import EditRun, run_edit
 
 HOOKS = "tests.host.spy_speeds:hooks"
@@ -236,52 +233,3 @@ def test_paused_replica_and_clock_offset_are_tolerated(tmp_path: Path) -> None:
     assert_equal_replicas(run, 2)
     assert max(line["seconds"]["wait"] for line in run.syncs) > 5
     assert sorted(consumed(tmp_path, 2)) == list(range(80 * 4))
-
-
-@pytest.mark.full
-def test_straggler_keeps_validation_loss(tmp_path: Path) -> None:
-    """Real text, one of three replicas four times slower: at equal samples the validation loss
-    is that of EDiT. With equal speeds the loss curve is that of EDiT, too."""
-    corpus = tmp_path / "corpus"
-    script = REPOSITORY / "scripts" / "prepare_corpus.py"
-    argv = [sys.executable, str(script), "--output-dir", str(corpus)]
-    subprocess.run(argv, check=True, timeout=120, capture_output=True)
-    flags: Flags = {
-        "mock_data": False, "train_data_path": corpus / "corpus", "seq_length": 64,
-        "valid_data_path": corpus / "corpus_valid", "vocab_size": 4096, "train_iters": 300,
-        "global_batch_size": 24, "micro_batch_size": 8, "lr": 3e-3, "lr_decay_style": "cosine",
-        "min_lr": 3e-4, "eval_interval": 300, "eval_iters": 10, "edit_warmup_steps": 30,
-        "data_cache_path": tmp_path / "cache", "timeout": 300,
-    }  # fmt: skip
-    runs = []
-    for name in ("edit", "equal", "straggler"):
-        folder = tmp_path / name
-        folder.mkdir()
-        if name == "edit":
-            runs.append(run_edit(folder, 3, 3, edit_sync_interval=16, **flags))
-        else:
-            factors = "[1, 1, 1]" if name == "equal" else "[1, 1, 4]"
-            env = {"SPY_FACTORS": factors}
-            runs.append(run_timed(folder, 3, 3, "script_clock", env, edit_sync_seconds=16, **flags))
-    counted, equal, straggler = (_validation_loss(run) for run in runs)
-    print(f"validation loss: EDiT {counted}, A-EDiT {equal}, with a straggler {straggler}")
-    assert equal == pytest.approx(counted, rel=0.01)
-    assert straggler == pytest.approx(counted, rel=0.02)
-    assert [line["inner_steps"] for line in runs[2].syncs[:3]] == [[16, 16, 4]] * 3
-    for mine, other in zip(*(_smoothed_losses(run) for run in runs[:2]), strict=True):
-        assert mine == pytest.approx(other, rel=0.01)
-
-
-def _smoothed_losses(run: EditRun, window: int = 30) -> list[float]:
-    """Return means over the replicas and over windows, as the final round has another sample
-    order."""
-    curves = [[x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in range(3)]
-    means = [sum(losses) / 3 for losses in zip(*curves, strict=True)]
-    return [sum(means[i : i + window]) / window for i in range(0, len(means), window)]
-
-
-def _validation_loss(run: EditRun) -> float:
-    line = next(
-        x for x in run.result.ranks[0].stdout.splitlines() if "on validation set | lm loss" in x
-    )
-    return float(line.split("lm loss value:")[1].split("|")[0])

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_edit.checkpoint.files import check_content
 from megatron_edit.checkpoint.folder import CheckpointFolder
-from megatron_edit.checkpoint.manifest import read_manifest
 from tests.harness import Flags, TrainResult, run_ranks
 from tests.harness.launch import REPOSITORY
 from tests.harness.training import parse_console
 from tests.host.runs import edit_flags
-from tests.host.spy_kill import moments_of
 
 SPY = "tests.host.spy_kill:"
 ASYNC = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
@@ -167,81 +163,8 @@ def test_kill_at_random_time_in_save(
     chain.end()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save iterations 2, 4 and 6, and leave an incomplete checkpoint of another job."""
-    folder = tmp_path_factory.mktemp("kill")
-    Chain(folder, 2, {}).start()
-    left = CheckpointFolder(folder / "ck").partial(8, "0000")
-    shutil.copytree(folder / "ck" / "iter_0000002" / "edit" / "random", left / "edit" / "random")
-    return folder
-
-
 # Iteration from which the killed run starts, and iterations that may be loaded after it.
 PLACES: dict[str, tuple[int | None, tuple[int, ...]]] = {
     "new": (None, (6, 8)),
     "again": (2, (4, 6)),
 }
-
-
-def save_once(folder: Path, place: str, call: str) -> TrainResult:
-    """Save 8, or resume from 2 and replace 4; 6 is removed; the run is killed at `call`."""
-    step, results = PLACES[place]
-    return run(
-        folder, 2, "kill_at_call", {"SPY_SAVE": 1, "SPY_CALL": call, "SPY_VICTIMS": "0,1"},
-        save=folder / "ck", ckpt_step=step, save_retain_interval=4,
-        exit_interval=(results[-1] if step is None else results[0]) if call == "none" else None,
-    )  # fmt: skip
-
-
-def assert_loads(folder: Path, place: str, call: str) -> None:
-    """Check that a run loads a checkpoint and exits with 0, and that 2 and 4 are still complete."""
-    result = run(folder, 2, "kill_in_save", exit_interval=2)
-    ends = [f"{rank.returncode} {rank.stderr[-2000:]}" for rank in result.ranks]
-    assert all(end.startswith("0 ") for end in ends), f"{call}: {ends}"
-    loaded = _GOING_ON.search(result.ranks[0].stdout)
-    assert loaded is not None and int(loaded[1]) in PLACES[place][1], call
-    for iteration in (2, 4):
-        found = CheckpointFolder(folder / "ck").at(iteration)
-        assert found is not None, f"{call}: {iteration} is gone"
-        for name, record in read_manifest(found.path).files.items():
-            check_content(found.path, name, record)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("place", "call"),
-    [
-        ("new", "write 1"),
-        ("again", "rename 2"),
-        pytest.param("again", "rename 1", marks=pytest.mark.full),
-        pytest.param("new", "replace 1", marks=pytest.mark.full),
-    ],
-)
-def test_kill_at_chosen_file_operation(saved: Path, tmp_path: Path, place: str, call: str) -> None:
-    """While the manifest is written, before and between the renames, and before the tracker is
-    replaced: intervals too short for random kills to hit."""
-    folder = shutil.copytree(saved, tmp_path / "run")
-    result = save_once(folder, place, call)
-    assert [rank.returncode for rank in result.ranks] == [-9, -9]
-    assert_loads(folder, place, call)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("place", PLACES)
-def test_kill_at_every_file_operation(saved: Path, tmp_path: Path, place: str) -> None:
-    """Kill before every change on disk that completes a checkpoint. Would catch an order of them
-    that leaves no checkpoint, or a damaged one, for a moment."""
-    whole = shutil.copytree(saved, tmp_path / "whole")
-    save_once(whole, place, "none")
-    broken = []
-    for number, call in enumerate(moments_of(whole)):
-        folder = shutil.copytree(saved, tmp_path / str(number))
-        result = save_once(folder, place, call)
-        assert [rank.returncode for rank in result.ranks] == [-9, -9], call
-        try:
-            assert_loads(folder, place, call)
-        except AssertionError as error:
-            broken.append(f"{call}: {error}")
-        shutil.rmtree(folder)
-    assert not broken, "\n".join(broken)

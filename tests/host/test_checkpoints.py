@@ -466,16 +466,3 @@ def test_log_progress_is_written_by_one_replica(tmp_path: Path) -> None:
     lines = (saves / "progress.txt").read_text().splitlines()
     assert [line.split("\t")[3] for line in lines].count("Saved checkpoint") == 2
     assert sum("Starting job" in line for line in lines) == 1
-
-
-def test_save_retain_interval_removes_other_checkpoints(tmp_path: Path) -> None:
-    """As in Megatron, multiples of --save-retain-interval and the last checkpoint are kept."""
-    saves = tmp_path / "saves"
-    run_edit(
-        new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=2, save_retain_interval=4,
-        train_iters=10,
-    )  # fmt: skip
-    names = sorted(path.name for path in saves.iterdir())
-    assert names == [
-        "iter_0000004", "iter_0000008", "iter_0000010", "latest_checkpointed_iteration.txt"
-    ]  # fmt: skip

@@ -287,52 +287,6 @@ def test_sequence_split_changes_no_loss(layout: str, whole: str, more: Flags) ->
     assert re.search(split, ours.ranks[0].stdout), "silently switched off"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        pytest.param(4, {}, id="four-ranks"),
-        pytest.param(4, OVERLAP | {"num_distributed_optimizer_instances": 2}, id="instances"),
-        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp"),
-        pytest.param(2, LAYOUTS["tp2-sp"].flags | {"bf16": True}, id="tp-sp"),
-        pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp"),
-        pytest.param(
-            2,
-            # With a norm clipped to 1, ten steps at Adam's rate would be lost in the noise.
-            {"optimizer": "sgd", "use_distributed_optimizer": False, "lr": 0.1},
-            id="sgd",
-        ),
-        pytest.param(
-            2,
-            {
-                "num_experts": 4,
-                "expert_model_parallel_size": 2,
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_grouped_gemm": True,  # as on a GPU; the CPU defaults drop it
-            },
-            id="moe",
-        ),
-        pytest.param(
-            2,
-            {
-                "bf16": True,
-                "position_embedding_type": "rope",
-                "normalization": "RMSNorm",
-                "swiglu": True,
-                "untie_embeddings_and_output_weights": True,
-                "group_query_attention": True,
-                "num_query_groups": 2,
-            },
-            id="llama",
-        ),
-    ],
-)
-def test_training_reduces_loss(world_size: int, flags: Flags) -> None:
-    result = train(tiny_gpt(**flags), world_size)
-    assert sorted(result.losses) == list(range(1, 11))
-    assert result.losses[10] < result.losses[1] - 0.5
-
-
 @pytest.mark.clone
 @pytest.mark.parametrize(
     "flags",

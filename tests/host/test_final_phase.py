@@ -165,13 +165,6 @@ def test_phase_with_other_strategies(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.full
-def test_phase_with_one_replica(tmp_path: Path) -> None:
-    """N = 1: training continues without exchanges."""
-    run = run_edit(tmp_path, 1, 1, before=HOOK, **PHASE)
-    assert sync_steps(run) == [5, 8, LAST_LOCAL]
-
-
-@pytest.mark.full
 def test_fraction_applies_to_train_samples(tmp_path: Path) -> None:
     """With --train-samples the fraction is of samples: 12 batches of 8, of which 9 are local."""
     run = run_edit(tmp_path, 2, 2, before=HOOK, train_iters=None, train_samples=96,

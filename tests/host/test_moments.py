@@ -62,14 +62,6 @@ def test_moments_overlap_equals_blocking(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_one_replica_keeps_its_own_moments(tmp_path: Path) -> None:
-    """N = 1: moments are neither averaged nor encoded, and beta2 is not scaled."""
-    plain = trained(1, 1)
-    alone = run_edit(tmp_path, 1, 1, before=HOOK, edit_scale_beta2=True, **(STEPS | BOTH))
-    assert facts(alone.folder, 1) == facts(plain.folder, 1)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2", "ep2", "m2", "pp2", "bf16", "fp16", "two-instances"])
 def test_moments_are_equal_on_every_layout(tmp_path: Path, layout: str) -> None:
     """Rank k of a replica holds the same moments as rank k of the others."""
@@ -124,32 +116,6 @@ def test_old_checkpoint_resumes_with_averaged_moments(tmp_path: Path) -> None:
     assert len(sent) == len(then)
     # With int8, each of two moments takes about as many bytes; a loss would add only 8.
     assert sent[-1] > 2 * then[-1]["wire_bytes"]
-
-
-@pytest.mark.parametrize("layout", ["m2", *(pytest.param(x, marks=pytest.mark.full)
-                                             for x in ("tp2", "ep2"))])  # fmt: skip
-def test_pending_moments_are_resumed(tmp_path: Path, layout: str) -> None:
-    """Saved by shard while they are pending. Would catch means of another rank's shard."""
-    ranks, flags = LAYOUTS[layout]
-    manifest = resume_and_compare(tmp_path, 6, ranks, 2, edit_delay_steps=2, edit_scale_beta2=True,
-                         **{**BOTH, **flags})  # fmt: skip
-    kinds = {sync.moments for entry in manifest.replicas for sync in entry.pending}
-    assert kinds == {("first", "second")}
-
-
-def test_rejected_replica_takes_averaged_moments(tmp_path: Path) -> None:
-    """A replica has nonfinite parameters and moments in all units of a sync. Would catch one that
-    continues with its own moments, which were zeroed."""
-    damage = [[2, [1], unit, "nan"] for unit in ("embedding", "layer.1", "layer.2", "final")]
-    run = run_edit(
-        tmp_path, 3, 3, before="tests.host.spy_resume:record_all_and_damage",
-        env={"SPY_DAMAGE": json.dumps(damage)}, no_check_for_nan_in_loss_and_grad=True,
-        global_batch_size=12,
-        **(STEPS | BOTH),
-    )  # fmt: skip
-    out = [[any(row) for row in zip(*line["anomalous"], strict=True)] for line in run.syncs]
-    assert out == [[False] * 3, [False, True, False]]
-    assert len({json.dumps(state) for state in inner_state(run, 3)}) == 1
 
 
 @pytest.mark.full

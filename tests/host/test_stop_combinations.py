@@ -70,46 +70,6 @@ def test_stop_near_exit_interval(tmp_path: Path, step: str) -> None:
 
 
 @pytest.mark.system
-def test_stop_while_previous_save_is_completed(tmp_path: Path) -> None:
-    """The others write the checkpoint of the stop while the first rank still verifies the previous
-    one.
-
-    Would catch a checkpoint that is removed while it is written, and one that counts as complete
-    without its files.
-    """
-    saves = tmp_path / "saves"
-    flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
-    env = {**STOP, "SPY_HOOKS": f"{STOP['SPY_HOOKS']},hash_slowly"}
-    run_edit(
-        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
-        exit_signal_handler=True, **flags,
-    )  # fmt: skip
-    assert newest(saves) > 8 and manifest(saves, newest(saves))["form"] == "all"
-    assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
-    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
-    whole = cached_run(run_edit, 2, 2, before=HOOK, **flags)
-    assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("hooks", [STOP["SPY_HOOKS"], "slow"], ids=["a-stop", "a-save"])
-def test_save_after_failed_save_is_complete(tmp_path: Path, hooks: str) -> None:
-    """A disk error in one save is reported, and the next checkpoint is complete.
-
-    Would catch a checkpoint that is written and discarded because of the previous one.
-    """
-    saves = tmp_path / "saves"
-    env = {**STOP, "SPY_HOOKS": f"{hooks},fail_readback", "SPY_SLEEP": "[0.01, 0.2]"}
-    run = run_edit(
-        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
-        exit_signal_handler=True, train_iters=30, edit_sync_interval=20,
-    )  # fmt: skip
-    assert newest(saves) >= 9 and manifest(saves, newest(saves))["form"] == "all"
-    assert not (saves / "iter_0000008").exists()
-    assert "the checkpoint of iteration 8 could not be written (" in run.result.ranks[0].stderr
-
-
-@pytest.mark.system
 def test_stop_among_skipped_iterations(tmp_path: Path) -> None:
     """--iterations-to-skip between the steps at which the replicas stop: they save one checkpoint,
     and each resumes from its own step. Would catch two incomplete checkpoints."""
@@ -127,23 +87,3 @@ def test_stop_among_skipped_iterations(tmp_path: Path) -> None:
     flags["save"] = flags["load"] = tmp_path / "none"
     run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
-
-
-@pytest.mark.system
-def test_repeatedly_failing_saves_end_run(tmp_path: Path) -> None:
-    """Two failed saves in a row end the run, and the last complete checkpoint remains."""
-    saves = tmp_path / "saves"
-    flags: dict[str, Any] = {
-        "edit_sync_interval": 5, "save": saves, "load": saves, "save_interval": 5,
-        "train_iters": 60,
-    }  # fmt: skip
-    run_edit(new_folder(tmp_path / "a"), 2, 2, exit_interval=5, **flags)
-    left = new_folder(saves / ".iter_0000009.dead.partial")
-    run = run_edit(
-        new_folder(tmp_path / "b"), 2, 2, before=HOOK, check=False,
-        env={**STOP, "SPY_HOOKS": "slow,fail_readback", "SPY_LOST": "9"}, **flags,
-    )  # fmt: skip
-    assert all(rank.returncode for rank in run.result.ranks)
-    assert newest(saves) == 5 and manifest(saves, 5)["form"] == "all"
-    assert not left.exists(), "leftovers must be removed to free space"
-    assert "Input/output error" in run.result.ranks[0].stderr
