@@ -16,6 +16,12 @@ _ORACLE_NAMES = {
     "anomaly_warmup_syncs": "warmup_syncs",
     "anomaly_threshold": "threshold",
     "clip": "max_norm",
+    "weight_temperature": "temperature",
+}
+_WITHOUT: dict[str, dict[str, Any]] = {
+    "no_anomaly": {"anomaly_elimination": False},
+    "no_weighting": {"weighting": False},
+    "no_clip": {"max_norm": None},
 }
 Moves = list[list[dict[str, Any]]]
 
@@ -45,11 +51,10 @@ def run_both(
         ({"num_replicas": num_replicas, **settings}, SIZES, start, moves),
         check=True,
     )
-    oracle = EditOracle.start(
-        num_replicas,
-        list(start.values()),
-        OracleSettings(**{_ORACLE_NAMES.get(name, name): v for name, v in settings.items()}),
-    )
+    expected: dict[str, Any] = {}
+    for name, value in settings.items():
+        expected |= _WITHOUT.get(name, {_ORACLE_NAMES.get(name, name): value})
+    oracle = EditOracle.start(num_replicas, list(start.values()), OracleSettings(**expected))
     records, anchors = [], []
     for round_ in moves:
         for replica, move in enumerate(round_):
@@ -111,6 +116,34 @@ def test_anomalous_replica_is_left_out_and_recovers(what: float) -> None:
     left_out = [record.anomalous[:, 1].tolist() for record in records]
     assert left_out == [[False] * 3] * 5 + [[False, True, False]] + [[False] * 3] * 2
     # theta <- A overwrites an infinite theta, so the bad replica equals the oracle, too
+    assert_equal_to_oracle(results, records, anchors)
+
+
+@pytest.mark.parametrize("what", [100.0, np.nan], ids=["x100", "nan"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"no_anomaly": True, "clip": 0.5}, {"no_weighting": True, "clip": 0.5}, {"no_clip": True},
+        {"weight_temperature": 1.0, "clip": 0.5},
+        {"no_anomaly": True, "no_weighting": True, "no_clip": True},
+    ],
+    ids=lambda settings: "-".join(settings),
+)  # fmt: skip
+def test_parts_of_the_penalty_are_optional(settings: dict[str, Any], what: float) -> None:
+    """Of three replicas one moves much farther in a round, or to NaN, which is never averaged.
+    Catches a part that acts although it is switched off, and parts that do not agree together."""
+    start, moves = make_moves(5, 3, seed=13)
+    if "no_anomaly" in settings:
+        what = (
+            what if np.isnan(what) else 3.0
+        )  # an accepted norm of x100 would leave no weight to compare
+    for name in SIZES:
+        moves[4][1][name] = moves[4][1][name] * np.float32(what)
+    results, _, records, anchors = run_both(
+        3, 1, moves, start, anomaly_warmup_syncs=3, anomaly_threshold=12.0, **settings
+    )
+    has_rejection = bool(np.isnan(what)) or "no_anomaly" not in settings
+    assert records[4].anomalous[1, :3].tolist() == [has_rejection] * 3
     assert_equal_to_oracle(results, records, anchors)
 
 
