@@ -22,7 +22,7 @@ from megatron_edit.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHORTEST_SENTENCE = 30  # characters
-GENERATED_PAGES = frozenset({"flags.md", "support.md"})  # by scripts/make_*_doc.py
+GENERATED_PAGES = frozenset({"flags.md"})
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -53,7 +53,7 @@ def collect(repository: Path) -> dict[str, list[str]]:
         raise UsageError(f"--repository {repository}", "holds no megatron_edit/", "name a checkout")
     package = list(definitions(repository / "megatron_edit"))
     docstrings = ((file, node.name, ast.get_docstring(node)) for file, node in package)
-    pages = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+    pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
     return {
         "Names": [f"`{node.name}` ({file})" for file, node in package],
         "Test names": [
