@@ -15,46 +15,27 @@ Seed = int | None
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The row of one entry of the comparison. None where not known.
-
-    Attributes:
-        label: of the entry.
-        loss: of the last evaluation.
-        difference: of `loss` to that of the first entry with a loss, seed by seed.
-        speed: tokens per second of all replicas, after the warm-up.
-        share: `speed` as a share of that of `ideal` with the same seed.
-        step_bytes: sent by one replica per step, after the warm-up.
-        peak: bytes per second of the busiest exchange of a replica.
-        state_bytes: of the outer state of one replica.
-        num_parameters: of the model.
-        failed: seeds without a result, as text.
-    """
+    """The row of one entry of the comparison. None where not known."""
 
     label: str
     loss: Spread | None
-    difference: Spread | None
-    speed: Spread | None
-    share: Spread | None
-    step_bytes: Spread | None
-    peak: Spread | None
-    state_bytes: int | None
+    difference: Spread | None  # of `loss` to that of the first entry with a loss, seed by seed
+    speed: Spread | None  # tokens per second of all replicas, after the warm-up
+    share: Spread | None  # `speed` as a share of that of `ideal` with the same seed
+    step_bytes: Spread | None  # sent by one replica per step, after the warm-up
+    peak: Spread | None  # bytes per second of the busiest exchange of a replica
+    state_bytes: int | None  # of the outer state of one replica
     num_parameters: int
-    failed: tuple[str, ...]
+    failed: tuple[str, ...]  # seeds without a result, as text
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The results of a comparison.
+    """The results of a comparison."""
 
-    Attributes:
-        plan: all runs.
-        readings: of finished runs.
-        failures: messages of failed runs.
-    """
-
-    plan: Sequence[RunPlan]
+    plan: Sequence[RunPlan]  # all runs
     readings: Mapping[RunPlan, Reading]
-    failures: Mapping[RunPlan, str]
+    failures: Mapping[RunPlan, str]  # messages of failed runs
 
     def of_label(self, label: str) -> dict[Seed, Reading]:
         """Return the readings of an entry's finished runs, by seed."""

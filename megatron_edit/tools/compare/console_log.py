@@ -28,20 +28,13 @@ NUM_EXCLUDED_ITERATIONS = 5
 
 @dataclass
 class RunLog:
-    """Numbers collected from the console lines of one training, as they are printed.
+    """Numbers collected from the console lines of one training, as they are printed."""
 
-    Attributes:
-        last_iteration: highest iteration seen.
-        num_iterations: of the complete training, as printed by Megatron.
-        last_loss: training loss of the newest line that has one.
-        batch_size: samples per iteration, of the newest line.
-        samples: consumed since the start of the training, by iteration.
-    """
-
-    last_iteration: int = 0
-    num_iterations: int = 0
-    last_loss: float = math.nan
-    batch_size: int = 0
+    last_iteration: int = 0  # highest iteration seen
+    num_iterations: int = 0  # of the complete training, as printed by Megatron
+    last_loss: float = math.nan  # training loss of the newest line that has one
+    batch_size: int = 0  # samples per iteration, of the newest line
+    # Consumed since the start of the training, by iteration.
     samples: dict[int, int] = field(default_factory=dict)
     _parameters: dict[str, int] = field(default_factory=dict)
     _losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))

@@ -31,16 +31,11 @@ _AUTO_FLAGS = frozenset((flag("auto"), flag("auto_share")))
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the comparison.
+    """One entry of the comparison."""
 
-    Attributes:
-        name: a strategy, `stock`, `stock-instances`, or `ideal`.
-        own_flags: command-line words of this entry only, after all others.
-        settings: the user's notation of them, with names of files: `@edit_quality.args`.
-    """
-
-    name: str
-    own_flags: tuple[str, ...] = ()
+    name: str  # a strategy, `stock`, `stock-instances`, or `ideal`
+    own_flags: tuple[str, ...] = ()  # command-line words of this entry only, after all others
+    # The user's notation of them, with names of files: `@edit_quality.args`.
     settings: tuple[str, ...] = ()
 
     @property

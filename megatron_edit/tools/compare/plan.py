@@ -43,21 +43,14 @@ _SEED = (_PER_RUN, "give --seeds")
 
 @dataclass(frozen=True)
 class ComparisonSetting:
-    """The common settings of all runs.
+    """The common settings of all runs."""
 
-    Attributes:
-        script: the training script.
-        flags: its flags, Megatron's and EDiT's, without those of single entries.
-        num_ranks: of all replicas of a run.
-        launcher: command that starts the ranks; empty for torchrun on this machine.
-        link: the user's description of the link between replicas.
-    """
-
-    script: Path
-    flags: tuple[str, ...]
+    script: Path  # the training script
+    flags: tuple[str, ...]  # its flags, Megatron's and EDiT's, without those of single entries
     num_ranks: int
+    # Command that starts the ranks; empty for torchrun on this machine.
     launcher: tuple[str, ...] = ()
-    link: str = ""
+    link: str = ""  # the user's description of the link between replicas
 
     @property
     def warmup_steps(self) -> int:
@@ -70,16 +63,10 @@ class ComparisonSetting:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One training.
-
-    Attributes:
-        entry: of the comparison.
-        seed: Megatron's; None is that of the common flags.
-        setting: of all runs.
-    """
+    """One training."""
 
     entry: Entry
-    seed: int | None
+    seed: int | None  # Megatron's; None is that of the common flags
     setting: ComparisonSetting
 
     @property

@@ -31,42 +31,25 @@ from megatron_edit.tools.compare.traffic import (
 
 @dataclass(frozen=True)
 class RunKind:
-    """Properties of a training that its reading depends on.
+    """Properties of a training that its reading depends on."""
 
-    Attributes:
-        layout: N and K; the number of parameters is taken from the log.
-        seq_length: tokens of a sample.
-        warmup_steps: steps excluded from speed and bytes, where `run.json` does not give them.
-        is_stock: Megatron without the plugin.
-        is_ideal: replicas never sync; their exchange at the end does not count.
-        is_timed: replicas make different numbers of steps.
-        is_synchronous: gradients are exchanged at every step, to the end.
-        element: bytes of a parameter that a synchronous step exchanges.
-    """
-
-    layout: Layout
-    seq_length: int
-    warmup_steps: int
-    is_stock: bool = False
-    is_ideal: bool = False
-    is_timed: bool = False
-    is_synchronous: bool = False
-    element: ElementBytes = BF16
+    layout: Layout  # N and K; the number of parameters is taken from the log
+    seq_length: int  # tokens of a sample
+    warmup_steps: int  # steps excluded from speed and bytes, where `run.json` does not give them
+    is_stock: bool = False  # Megatron without the plugin
+    is_ideal: bool = False  # replicas never sync; their exchange at the end does not count
+    is_timed: bool = False  # replicas make different numbers of steps
+    is_synchronous: bool = False  # gradients are exchanged at every step, to the end
+    element: ElementBytes = BF16  # bytes of a parameter that a synchronous step exchanges
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Progress of a training by iteration: three arrays of equal length, all increasing.
+    """Progress of a training by iteration: three arrays of equal length, all increasing."""
 
-    Attributes:
-        iterations: of replica 0, as in Megatron's log; the first entry is the start.
-        seconds: spent in training, without start-up and evaluations.
-        tokens: consumed by all replicas together.
-    """
-
-    iterations: Array
-    seconds: Array
-    tokens: Array
+    iterations: Array  # of replica 0, as in Megatron's log; the first entry is the start
+    seconds: Array  # spent in training, without start-up and evaluations
+    tokens: Array  # consumed by all replicas together
 
     @classmethod
     def of(
@@ -128,40 +111,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers of one training. Bytes are payload sent by one replica.
-
-    Attributes:
-        num_parameters: of the model.
-        iterations: of replica 0.
-        warmup_steps: synchronous steps at the beginning.
-        seconds: of training, without start-up and evaluations.
-        training: losses of the iterations, mean over the replicas.
-        validation: losses of the evaluations.
-        final_loss: of the last evaluation; None without any.
-        tokens_per_second: of all replicas together, after the warm-up.
-        step_bytes: of a synchronous step, computed; of each step of the warm-up, or of all.
-        syncs: iteration and bytes of each sync, counted, and of each step of a final synchronous
-            phase, computed.
-        bytes_per_step: after the warm-up, mean.
-        peak_bytes_per_second: after the warm-up; see `_peak`.
-        state_bytes: of the outer state of one replica; None where not known.
-        versions: of the software; empty for stock Megatron.
-    """
+    """The numbers of one training. Bytes are payload sent by one replica."""
 
     num_parameters: int
     iterations: int
-    warmup_steps: int
-    seconds: float
-    training: tuple[Point, ...]
-    validation: tuple[Point, ...]
-    final_loss: float | None
-    tokens_per_second: float | None
-    step_bytes: float
+    warmup_steps: int  # synchronous steps at the beginning
+    seconds: float  # of training, without start-up and evaluations
+    training: tuple[Point, ...]  # losses of the iterations, mean over the replicas
+    validation: tuple[Point, ...]  # losses of the evaluations
+    final_loss: float | None  # of the last evaluation; None without any
+    tokens_per_second: float | None  # of all replicas together, after the warm-up
+    step_bytes: float  # of a synchronous step, computed; of each step of the warm-up, or of all
+    # Iteration and bytes of each sync, counted, and of each step of a final synchronous
+    # phase, computed.
     syncs: tuple[tuple[int, int], ...]
-    bytes_per_step: float
-    peak_bytes_per_second: float | None
-    state_bytes: int | None
-    versions: Mapping[str, str]
+    bytes_per_step: float  # after the warm-up, mean
+    peak_bytes_per_second: float | None  # after the warm-up; see `_peak`
+    state_bytes: int | None  # of the outer state of one replica; None where not known
+    versions: Mapping[str, str]  # of the software; empty for stock Megatron
 
     def to_json(self) -> dict[str, Any]:
         """Return the reading as JSON values; points become lists."""

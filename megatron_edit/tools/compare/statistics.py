@@ -10,17 +10,12 @@ from statistics import fmean, stdev
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and spread of several values of one quantity.
-
-    Attributes:
-        mean: of the values.
-        deviation: standard deviation of the values (not of their mean); None for a single one.
-        num: number of values.
-    """
+    """Mean and spread of several values of one quantity."""
 
     mean: float
+    # Standard deviation of the values (not of their mean); None for a single one.
     deviation: float | None
-    num: int
+    num: int  # number of values
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:

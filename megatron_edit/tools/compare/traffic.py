@@ -23,15 +23,11 @@ _LARGE = 1 << 20  # elements, so that the padding of codes is negligible
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of a parameter that a synchronous step exchanges.
+    """Bytes of a parameter that a synchronous step exchanges."""
 
-    Attributes:
-        gradient: in the reduce-scatter of its gradient, 4 or 2.
-        rest: in the all-gather: of the parameter with the distributed optimizer, else of the
-            gradient again, which is all-reduced.
-    """
-
-    gradient: int = 4
+    gradient: int = 4  # in the reduce-scatter of its gradient, 4 or 2
+    # In the all-gather: of the parameter with the distributed optimizer, else of the gradient
+    # again, which is all-reduced.
     rest: float = 2
 
     @classmethod
@@ -63,21 +59,13 @@ BF16 = ElementBytes()  # with the distributed optimizer and Megatron's defaults
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a training.
-
-    Attributes:
-        num_replicas: N.
-        ranks_per_replica: K.
-        num_parameters: P, of the model.
-        model_parallel_ranks: ranks that hold the model together.
-        num_instances: of the distributed optimizer: of the baseline over all ranks, of EDiT in
-            each replica.
-    """
+    """The layout of a training."""
 
     num_replicas: int
     ranks_per_replica: int
-    num_parameters: int
-    model_parallel_ranks: int = 1
+    num_parameters: int  # P, of the model
+    model_parallel_ranks: int = 1  # ranks that hold the model together
+    # Of the distributed optimizer: of the baseline over all ranks, of EDiT in each replica.
     num_instances: int = 1
 
 
