@@ -77,7 +77,6 @@ class Observer:
     """Handles Megatron's calls that log and evaluate.
 
     Args:
-        events: event files.
         engine: gives the phase, and gathers losses.
         host: gives the number of samples.
         progress: progress of all replicas.
@@ -226,7 +225,6 @@ class Observer:
         """Wrap the forward step of an evaluation, so that each call counts for the heartbeat.
 
         Args:
-            forward_step: of the script.
             counts: the denominators of the losses that it reports are added to these, by name.
         """
         from megatron.training import get_args

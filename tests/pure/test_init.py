@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.cli.init import template_files
+from megatron_edit.tools.templates import template_files
 from tests.harness.launch import REPOSITORY
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from megatron_edit import __version__
-from megatron_edit.tools.cli.init import template_files
+from megatron_edit.tools.templates import template_files
 from tests.harness import tiny_gpt
 from tests.harness.launch import REPOSITORY
 
@@ -102,7 +102,7 @@ def test_checkout_installs_without_isolation(
     files = _files_of(source)
     python = _environment(tmp_path / "clean")
     _borrow_packages(python)
-    program = "from megatron_edit.tools.cli import init as t; print(*t.template_files().values())"
+    program = "from megatron_edit.tools import templates as t; print(*t.template_files().values())"
     for words, root in (
         ((), Path(_site(python)) / "megatron_edit" / "templates"),
         (("--editable",), source),

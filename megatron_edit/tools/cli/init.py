@@ -6,13 +6,13 @@ import argparse
 import shlex
 import shutil
 import sys
-import tomllib
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.words import refuse_rest
+from megatron_edit.tools.templates import template_files
 
 _FLAGS = """\
     $(grep -hv '^#' configs/tiny_cpu.args configs/tiny_cpu_edit.args configs/edit_quality.args) \\
@@ -83,32 +83,3 @@ def _compare(folder: Path, files: Mapping[str, Path]) -> tuple[list[str], list[s
         if name not in missing and (folder / name).read_bytes() != source.read_bytes()
     ]
     return missing, differing
-
-
-# ---- The files that `megatron-edit init` copies: configurations, batch scripts, training scripts
-
-
-PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def template_files() -> dict[str, Path]:
-    """Return the files by their path in a user's folder, ``"configs/tiny_cpu.args"``, in order.
-
-    A wheel has them in the package, a source checkout at its root, under the same paths.
-    """
-    installed = PACKAGE / "templates"
-    root, places = (installed, ["."]) if installed.is_dir() else _in_checkout(PACKAGE.parent)
-    files = sorted(file for place in places for file in _files(root / place))
-    return {file.relative_to(root).as_posix(): file for file in files}
-
-
-def _in_checkout(root: Path) -> tuple[Path, list[str]]:
-    """Return the root, and the files and folders that setup.py adds to the package in a wheel."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    return root, project["tool"]["megatron_edit"]["templates"]
-
-
-def _files(place: Path) -> Iterator[Path]:
-    """Yield a file, or those below a folder, without bytecode; nothing if it does not exist."""
-    found = [place] if place.is_file() else place.rglob("*")
-    return (path for path in found if path.is_file() and "__pycache__" not in path.parts)
