@@ -234,10 +234,9 @@ def _seconds(column: ResultColumn) -> str:
 
 
 def _evaluations(column: ResultColumn) -> str:
-    found = column.run.evaluations
-    if set(found) <= {VALIDATION}:
-        return UNKNOWN
-    return "; ".join(f"{data} {number(each.loss, '.4f')}" for data, each in found.items())
+    found = column.run.evaluations.items()
+    texts = [f"{data} {number(each.loss, '.4f')}" for data, each in found if data != VALIDATION]
+    return "; ".join(texts) or UNKNOWN
 
 
 def _difference(column: ResultColumn) -> str:
@@ -287,7 +286,7 @@ QUANTITIES: tuple[Column[ResultColumn], ...] = (
     Column("validation loss", "nats per token, of the last evaluation",
            lambda one: number(one.curves.final_loss, ".4f")),
     Column("difference", "of that loss to the first run's", _difference),
-    Column("losses by data set", "of the last evaluation of each", _evaluations),
+    Column("other losses", "of the last evaluation on each other data set", _evaluations),
     Column("training loss", "nats per token, at the end, smoothed like the curves",
            _training_loss),
     Column("tokens/s", "of all replicas together, after the warm-up, without start-up, "
