@@ -1,8 +1,4 @@
-"""The choice of `--edit-auto`: hand-computed cases, and limits of the settings.
-
-The cases use tables of their own, so that new measurements do not change them. One unit of 100
-elements, steps of a second; a sync without a delay adds the time of its exchange.
-"""
+"""The choice of `--edit-auto`: hand-computed cases, limits of the settings, and its tables."""
 
 from __future__ import annotations
 
@@ -324,3 +320,27 @@ def test_engine_settings_follow_choice() -> None:
     assert found.schedule == LaterSchedule(1000, 32, 4, 1500)
     assert found.wire == Wire.of(INT8) and found.landing.delay == 2
     assert found.auto is usual.auto and found.num_phases == usual.num_phases
+
+
+# ---- The tables that `--edit-auto` chooses by: measured losses and outer settings
+
+
+def test_measured_losses_increase_with_interval_and_delay() -> None:
+    """Catches a wrong entry: a longer interval or delay would be chosen without a reason."""
+    for wire in auto.WIRE_LOSS:
+        by_interval = [auto.expected_loss(tau, wire, 0) for tau in INTERVALS]
+        assert by_interval == sorted(set(by_interval)), wire
+        by_delay = [auto.expected_loss(64, wire, delay) for delay in range(64)]
+        assert by_delay == sorted(set(by_delay)), wire
+        assert Wire.of(wire).payload_bytes(1000, 2) > 0
+
+
+def test_outer_presets_are_valid_at_every_interval() -> None:
+    """Below and beyond the measured intervals those of the nearest one."""
+    for wire in auto.WIRE_LOSS:
+        for tau in range(1, 600):
+            lr, momentum = outer_preset(tau, wire).values()
+            assert lr > 0 and 0 <= momentum < 1
+        assert outer_preset(1, wire) == outer_preset(INTERVALS[0], wire)
+        assert outer_preset(10**6, wire) == outer_preset(INTERVALS[-1], wire)
+    assert outer_preset(None, "fp32") == outer_preset(128, "fp32")  # A-EDiT

@@ -1,16 +1,25 @@
-"""Small parts of the host package, tested with stand-ins for Megatron's objects.
-
-Modules that import Megatron are imported inside tests, most of which take milliseconds.
-"""
+"""Small parts of the host package, tested with stand-ins for Megatron's objects."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron
 import pytest
 import torch
 
@@ -18,15 +27,22 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import TIED_EMBEDDING
 from megatron_edit.errors import HostVersionError, UsageError
+from megatron_edit.host import metrics
 from megatron_edit.host.arguments import check_arguments, validate_as_one_job
 from megatron_edit.host.assigned_data import AssignedSampler, Share
 from megatron_edit.host.checkpoint.choosing import check_same_model, model_of
+from megatron_edit.host.checkpoint.param_groups import resumed_groups
 from megatron_edit.host.cpu import Snapshots
+from megatron_edit.host.metrics import SafeWriter, reopen_writer
 from megatron_edit.host.model.moments import zero_nonfinite
 from megatron_edit.host.overlap import keep_sends_asynchronous
-from megatron_edit.host.seams.patching import Patcher
-from megatron_edit.host.seams.probes import Probe, _check
+from megatron_edit.host.seams.patching import CHECKED_STEPS, HookCalls, Patcher
+from megatron_edit.host.seams.probes import Probe, _check, megatron_version
+from megatron_edit.host.stops import StopControl
 from megatron_edit.method.ledger import BlockAssignment, SampleOrder
+from megatron_edit.versions import OLDEST_TORCH, check_torch
+from tests.harness.disk import fill_disk
+from tests.harness.launch import REPOSITORY
 
 anything: Any = SimpleNamespace
 
@@ -246,3 +262,429 @@ def test_gradients_that_megatron_reduces_twice_are_refused() -> None:
     check_arguments(arguments(**layout, align_grad_reduce=False), place, config)
     with pytest.raises(UsageError, match="add --no-align-grad-reduce"):
         check_arguments(arguments(**layout, align_grad_reduce=True), place, config)
+
+
+# ---- The count of calls of hooks in the first steps of a training
+
+
+HOOKS = ("first", "second", "third")
+
+
+def made(*hooks: str) -> HookCalls:
+    """Return counts after these calls."""
+    calls = HookCalls(HOOKS, ("second", "third"), "the loop", "do something")
+    for hook in hooks:
+        calls.note(hook)
+    return calls
+
+
+def test_all_calls_in_order_are_accepted() -> None:
+    """Would catch an error in a training in which nothing is wrong."""
+    calls = made(*HOOKS * 5)
+    calls.check_end(5)
+
+
+@pytest.mark.parametrize("missing", HOOKS)
+def test_missing_hook_is_named_before_the_third_step(missing: str) -> None:
+    """Would catch a hook that is never called, wherever it is in a step."""
+    present = [hook for hook in HOOKS if hook != missing]
+    with pytest.raises(UsageError, match=f"the hook {missing}: was not called by the loop in step"):
+        made(*present * CHECKED_STEPS)
+
+
+def test_hook_missing_in_the_second_step_only_is_named() -> None:
+    """Would catch a hook that something replaces after the first step."""
+    with pytest.raises(UsageError, match="the hook second: was not called by the loop in step 2"):
+        made(*HOOKS, "first", "third")
+
+
+def test_repeated_calls_are_accepted() -> None:
+    """A loop may zero gradients twice in a step."""
+    made("first", "first", "second", "third").check_end(1)
+
+
+def test_training_without_any_call_is_found_at_its_end() -> None:
+    """Would catch a loop that calls none of the hooks."""
+    made().check_end(0)
+    with pytest.raises(UsageError, match="the hook first: was not called by the loop in step 1"):
+        made().check_end(9)
+
+
+# ---- Parameter groups of a resumed run, and the saved ones that they continue
+
+
+KINDS = [{"wd_mult": 1.0}, {"wd_mult": 0.0}, {"wd_mult": 1.0, "default_config": False}]
+
+
+def groups(*rates: tuple[float, float], step: int = 0) -> list[dict[str, object]]:
+    """Return a group of each kind, the last one with a rate of its own."""
+    plain = {"default_config": True, "is_expert_parallel": False, "lr_mult": 1.0, "step": step}
+    return [
+        {**plain, **kind, "max_lr": most, "min_lr": least}
+        for kind, (most, least) in zip(KINDS, rates, strict=True)
+    ]
+
+
+OLD = ((1e-3, 1e-5), (1e-3, 1e-5), (2e-3, 1e-4))
+NEW = ((5e-4, 1e-6), (5e-4, 1e-6), (1e-3, 1e-5))  # the last is at the old rates of the others
+
+
+def flags(**given: bool) -> Namespace:
+    """Return Megatron's arguments."""
+    values = {"override_opt_param_scheduler": False, "use_checkpoint_opt_param_scheduler": False}
+    return Namespace(load="runs/a", **values | given)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize(
+    "flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]
+)
+def test_groups_are_paired_by_kind(order: tuple[int, ...], flag: str) -> None:
+    """Would catch a group that takes the state of another one: they differ in their rates alone,
+    and a new rate may be the old one of another group."""
+    saved = groups(*OLD, step=7)
+    found = resumed_groups(groups(*NEW), [saved[index] for index in order], flags(**{flag: True}))
+    expected = NEW if flag.startswith("override") else OLD
+    assert found == groups(*expected, step=7)
+
+
+def test_groups_at_the_same_rates_are_paired_first() -> None:
+    """Two groups with rates of their own, of which one has a new rate."""
+    plain = {"wd_mult": 1.0, "default_config": False}
+    saved: list[dict[str, object]] = [
+        {**plain, "max_lr": rate, "step": rate} for rate in (1.0, 2.0)
+    ]
+    found = resumed_groups(
+        [{**plain, "max_lr": 3.0}, {**plain, "max_lr": 1.0}],
+        saved,
+        flags(override_opt_param_scheduler=True),
+    )
+    assert [group["step"] for group in found] == [2.0, 1.0]
+
+
+def test_group_that_the_checkpoint_lacks_is_refused() -> None:
+    """`--decoupled-lr` given anew."""
+    with pytest.raises(UsageError, match="--decoupled-lr"):
+        resumed_groups(groups(*NEW), groups(*OLD)[:2], flags(override_opt_param_scheduler=True))
+
+
+# ---- Megatron's decision to exit, and its effect on other replicas. Megatron does not run
+
+
+class Replica:
+    """Records calls in `done`; Megatron decides to exit where `wants_exit`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
+        self.done: list[Any] = []
+        self.wants_exit = False
+        self.args = anything(save="saves", exit_interval=None, train_iters=100)
+        self.engine = anything(
+            announce_stop=lambda: self.done.append("announce"), stop_mid_round=self._leave,
+            meet_without_sync=lambda: True,
+            status=anything(**{
+                "step": 7, "suppresses_joint_actions": False, "is_warmup": False,
+                "is_stopping": False, "is_stop_seen": False, **status,
+            }),
+        )  # fmt: skip
+        self.saves: Any = anything(
+            exit_decision=self._deciding, final_save=self._ending, should_end_training=False
+        )
+        progress: Any = anything(with_global_counts=lambda call: nullcontext())
+        self.control = StopControl(self.engine, self.saves, progress, is_first=False)
+        package: Any = anything(get_args=lambda: self.args)
+        package.training = anything(
+            get_args=package.get_args, save_checkpoint_and_time=self._save_checkpoint_and_time
+        )
+        # `import a.b.c as x` reads attributes of packages that an earlier test has imported.
+        monkeypatch.setattr(megatron, "training", package, raising=False)
+        monkeypatch.setitem(sys.modules, "megatron.training", package)
+        monkeypatch.setitem(sys.modules, "megatron.training.training", package.training)
+
+    def decide(self, iteration: int) -> bool:
+        """Whether this replica ends after an iteration."""
+        arguments = {"model": "model", "iteration": iteration}
+        return self.control.decide(anything(arguments=arguments, proceed=lambda: self.wants_exit))
+
+    def _leave(self) -> None:
+        self.done.append("leave")
+        self.engine.status.is_stopping = True
+
+    @contextmanager
+    def _deciding(self, iteration: int, *, is_planned: bool, is_suppressed: bool) -> Iterator[None]:
+        self.done.append(("planned" if is_planned else "decide", iteration))
+        yield
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        self.done.append("ending")
+        yield
+
+    def _save_checkpoint_and_time(self, iteration: int, model: str) -> None:
+        self.done.append(("save", iteration, model))
+
+
+SAVED = ["ending", ("save", 8, "model")]
+
+
+def test_stop_in_a_round_is_announced_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a replica that stops without an announcement, or without a save."""
+    replica = Replica(monkeypatch)
+    assert replica.decide(7) is False and replica.done == [("decide", 7)]
+    replica.wants_exit = True
+    assert replica.decide(8) is True
+    assert replica.done[1:] == [("decide", 8), "announce", "leave", *SAVED]
+
+
+def test_other_replicas_stop_at_their_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not announce it again. Without --save nothing is saved."""
+    replica = Replica(monkeypatch, is_stop_seen=True)
+    assert replica.decide(8) is True
+    assert replica.done == [("decide", 8), "leave", *SAVED]
+    silent = Replica(monkeypatch, is_stop_seen=True)
+    silent.args.save = None
+    assert silent.decide(8) is True and silent.done == [("decide", 8), "leave", "ending"]
+
+
+def test_failing_saves_stop_all_ranks_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank finds that saves have failed: it announces a stop once, and stops when all ranks of
+    its replica have seen it. Catches a rank that stops before the others."""
+    replica = Replica(monkeypatch)
+    replica.saves.should_end_training = True
+    assert replica.decide(6) is False and replica.decide(7) is False
+    assert replica.done == [("decide", 6), "announce", ("decide", 7)]
+    replica.engine.status.is_stop_seen = True
+    assert replica.decide(8) is True and replica.done[4:] == ["leave", *SAVED]
+
+
+def test_stop_in_warm_up_waits_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announced once, and followed when all replicas have agreed. Catches a replica that stops
+    alone, and a stop that is not announced."""
+    replica = Replica(monkeypatch, is_warmup=True)
+    replica.wants_exit = True
+    assert replica.decide(6) is False and replica.decide(7) is False
+    assert replica.done == [("decide", 6), "announce", ("decide", 7)]
+    replica.engine.status.is_stopping = True
+    assert replica.decide(8) is True and replica.done[3:] == SAVED
+
+
+def test_planned_exit_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas reach it together; where one has stopped before it, the others stop likewise."""
+    replica = Replica(monkeypatch)
+    replica.args.exit_interval, replica.wants_exit = 4, True
+    assert replica.decide(8) is True and replica.done == [("planned", 8)]
+    stopped = Replica(monkeypatch)
+    stopped.engine.meet_without_sync = lambda: False
+    stopped.args.exit_interval = 4
+    assert stopped.decide(8) is True and stopped.done == SAVED
+    last = Replica(monkeypatch)
+    last.wants_exit = True
+    assert last.decide(100) is False and last.done == [("decide", 100)]
+
+
+# ---- Versions of torch that are accepted, and the version of Megatron that is shown
+
+
+@pytest.mark.parametrize(
+    "version", ["2.8.0", "2.8.0a0+5228986c39.nv25.5", "2.13.0+cpu", "2.13.0a0+x.nv26.9", "3.0"]
+)
+def test_supported_torch_versions_are_accepted(version: str) -> None:
+    """Catches a refused NVIDIA container, whose torch is a pre-release by PEP 440."""
+    check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.7.1", "1.13.0", "2.7.0a0+x.nv25.3", "nightly"])
+def test_unsupported_torch_versions_are_refused(version: str) -> None:
+    with pytest.raises(HostVersionError, match=f"torch {re.escape(version)}: "):
+        check_torch(version)
+
+
+def test_oldest_torch_is_the_same_everywhere() -> None:
+    """Package, requirements, and the environment of our tests must agree."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (required,) = [x for x in project["dependencies"] if x.startswith("torch")]
+    assert required == f"torch>={oldest},<3"
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (pin,) = [line for line in lines if line.startswith("torch")]
+    check_torch(pin.removeprefix("torch=="))
+
+
+def test_missing_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback beside neither a clone nor megatron-core, which is an extra."""
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)  # cannot be imported
+    with pytest.raises(HostVersionError, match=r"^Megatron \(not found\): .*\[megatron\]'$"):
+        megatron_version()
+
+
+@pytest.mark.parametrize("place", ["env/lib/site-packages", "."])
+def test_version_shows_no_commit_of_another_repository(place: str, tmp_path: Path) -> None:
+    """In an environment inside another repository, megatron-core adds that repository's commit.
+
+    Catches a shown version with that commit; and a clone of Megatron-LM without its own commit.
+    """
+    core = tmp_path / place / "megatron" / "core"
+    core.mkdir(parents=True)
+    found = importlib.util.find_spec("megatron.core")
+    assert found is not None and found.origin is not None
+    shutil.copy(Path(found.origin).with_name("package_info.py"), core)
+    (core / "__init__.py").touch()
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=30)
+    script = (
+        "from megatron.core.package_info import __version__\n"
+        "from megatron_edit.host.seams.probes import megatron_version\n"
+        "print(__version__, megatron_version())"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path / place}:{REPOSITORY}"}
+    env.pop("NO_VCS_VERSION", None)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    theirs, ours = done.stdout.split()
+    assert "+" in theirs
+    assert ours == (theirs if place == "." else theirs.partition("+")[0])
+
+
+# ---- TensorBoard and W&B that cannot be written
+
+
+pytest.importorskip("tensorboard")
+
+
+def values_in(folder: Path) -> dict[int, float]:
+    """Values of the scalar `x` by step, from all event files of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
+
+    found = {}
+    for path in folder.iterdir():
+        accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        accumulator.Reload()
+        if "x" in accumulator.Tags()["scalars"]:
+            found.update({event.step: event.value for event in accumulator.Scalars("x")})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_recovers_from_a_full_disk(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its thread ends with the error. Earlier values are kept; later values are written once there
+    is room."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board: Any = SummaryWriter(str(small_disk / "board"), max_queue=10)
+    safe: Any = SafeWriter(board, "TensorBoard", lambda: reopen_writer(board))
+    safe.add_scalar("x", 1.0, 1)
+    safe.flush()
+    filler = fill_disk(small_disk)
+    for step in range(2, 2000):
+        safe.add_scalar("x", 2.0, step)
+    safe.flush()
+    monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
+    safe._reopens_at = 0.0
+    safe.add_scalar("x", 3.0, 2000)  # the disk is still full: opening one anew fails, too
+    filler.unlink()
+    safe.add_scalar("x", 4.0, 2001)
+    safe.flush()
+    safe.report_lost_writes()
+    found = values_in(small_disk / "board")
+    assert found[1] == 1.0 and found[2001] == 4.0 and 2000 not in found
+    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[edit]")]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("[edit] TensorBoard cannot be written (OSError: [Errno 28]")
+    assert warnings[1].endswith("calls failed, and what they wrote is lost")
+
+
+def test_failing_wandb_calls_do_not_end_training(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each call is tried; attributes, classes and results are those of the module."""
+
+    def log(values: dict[str, float], step: int) -> str:
+        if step == 2:
+            raise ConnectionError("the service has gone\nand more")
+        return "logged"
+
+    def update(values: object) -> None:
+        raise ConnectionError
+
+    module = SimpleNamespace(log=log, run="run", Artifact=dict, config=SimpleNamespace())
+    module.config.update = update
+    safe: Any = SafeWriter(module, "W&B")
+    assert [safe.log({}, step) for step in (1, 2, 3)] == ["logged", None, "logged"]
+    assert (safe.run, safe.Artifact) == ("run", dict)
+    safe.config.update({})
+    safe.report_lost_writes()
+    first, second, last = capfd.readouterr().err.splitlines()
+    assert (
+        "W&B cannot be written (ConnectionError: the service has gone); training goes on" in first
+    )
+    assert "W&B cannot be written (ConnectionError: )" in second
+    assert "W&B: 1 calls failed" in last
+
+
+# ---- Processes of `multiprocessing` after their rank was killed, without Megatron
+
+
+# A rank that spawns a process, which forks another one.
+RANK = """
+import multiprocessing, os, sys, time
+from megatron_edit.host.attach import ForkWatch, watch_spawned
+from megatron_edit.host.seams.patching import Patcher
+
+def helper(pids):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    pids.put((os.getpid(), child.pid))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    watch, patcher = ForkWatch(), Patcher("the host")
+    watch_spawned(patcher)
+    context = multiprocessing.get_context("spawn")
+    pids = context.Manager().Queue()
+    process = context.Process(target=helper, args=(pids,))
+    process.start()
+    assert "_edit_watch" not in vars(process)
+    patcher.undo()
+    manager = [p.pid for p in multiprocessing.active_children() if p.pid != process.pid]
+    print(*pids.get(), *manager, flush=True)
+    time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_spawned_processes_end_with_a_killed_rank(tmp_path: Path) -> None:
+    """A spawned process, its forked child, and a manager process; they run as long as the rank."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    rank = subprocess.Popen(
+        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    pids: list[int] = []
+    try:
+        assert rank.stdout is not None
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(pids) >= 3 and all(map(is_running, pids))
+        time.sleep(3)  # longer than the polling interval
+        assert all(map(is_running, pids))
+        rank.kill()
+        rank.wait(timeout=10)
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert left == []
+    finally:
+        for pid in [rank.pid, *pids]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)

@@ -1,9 +1,11 @@
-"""Options and calls of our NCCL groups. A CPU build of torch has no NCCL: a fake records them."""
+"""NCCL groups on stand-ins: options, calls, times and memory. A CPU build of torch has no NCCL."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.interfaces import fabrics
+from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.streams import CudaStreams, Span
 from megatron_edit.comm.timeouts import AdaptiveTimeout, set_timeout
 from megatron_edit.comm.transport import (
     MAX_CTAS,
@@ -26,14 +30,17 @@ from megatron_edit.comm.transport import (
     stand_alone_group,
 )
 from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EngineGroups
+from megatron_edit.engine.sync import outer_state
+from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
+from megatron_edit.host.checkpoint.loading import reserve_memory
+from tests.distributed.toy import Collector
 from tests.harness.memory_network import Network, two_phase_groups
 from tests.harness.races import RaceDetector
-from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
-
-CPU = torch.device("cpu")
+from tests.harness.traced_streams import CPU, InOrderGroup, Rank, TracedStreams, plan_of
 
 
 class FakeWork:
@@ -305,3 +312,248 @@ def test_group_shuts_down_only_its_own_communicator(group: Group) -> None:
     group.close()
     group.close()
     assert transport.calls == ["shutdown"] and group.process_group is None
+
+
+# ---- The memory of the rounds is taken before the warm-up, and its lack is an error there
+
+
+UNITS = {"layer.1": (40,), "layer.2": (41,), "final": (2,)}
+
+
+@contextmanager
+def traced(**settings: Any) -> Iterator[Rank]:
+    """A rank that has not started."""
+    usual: dict[str, Any] = {"num_replicas": 2, "warmup_steps": 3, "digest_interval": 100}
+    with torch.no_grad(), RaceDetector() as detector:
+        config = EditConfig(**{**usual, **settings})
+        rank = Rank.build(detector.streams, config, plan_of(UNITS), is_overlapped=False)
+        yield rank
+        rank.engine.close()
+
+
+def places_of(state: OuterState) -> list[int]:
+    """Where the tensors are in memory."""
+    tensors: list[Any] = [t for unit in state.units.values() for t in unit.tensors().values()]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def reserved_sizes(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each tensor that a second reservation allocates."""
+    sizes: list[int] = []
+    rank.engine.syncs.reserve()
+    empty = torch.empty
+
+    def noting(size: int, **_: Any) -> torch.Tensor:
+        sizes.append(size)
+        return empty(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", noting)
+        rank.engine.syncs.reserve()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sync_dtype": "int8"}, {"offload": True}], ids=["fp32", "int8", "offload"]
+)
+def test_outer_state_exists_in_the_warm_up(settings: dict[str, Any]) -> None:
+    """Catches a lack of memory that shows only when 1000 steps have been made."""
+    with traced(**settings) as rank:
+        engine = rank.engine
+        engine.syncs.reserve()
+        reserved = engine.syncs._reserved
+        assert reserved is not None
+        places = places_of(reserved)
+        engine.start()
+        for _ in range(3):
+            engine.before_step()
+            engine.after_step()
+        found = places_of(engine.syncs.outer)
+        assert found == places and len(places) == len(UNITS) * (
+            4 if "sync_dtype" in settings else 2
+        )
+        anchors = [unit.anchor for unit in engine.syncs.outer.units.values()]
+        assert all(bool((anchor == 1.0).all()) for anchor in anchors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, 0),
+        ({"delay_steps": 2}, 2),
+        ({"delay_steps": 2, "average_moments": "both"}, 4),
+        ({"strategy": "co2"}, 1),
+    ],
+    ids=["immediate", "delayed", "moments", "co2"],
+)
+def test_buffers_of_delayed_syncs_are_allocated_once(
+    settings: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Average, snapshot and moments of all units at once, then freed: torch keeps the memory."""
+    with traced(**settings) as rank:
+        sizes = reserved_sizes(rank, monkeypatch)
+    numels = [shard.numel for shard in rank.host.plan.shards]
+    assert sorted(sizes) == sorted(numels * kept)
+
+
+def test_lack_of_memory_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2, with the bytes. Catches a traceback of the allocator."""
+
+    def allocate(*_: Any, **__: Any) -> OuterState:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
+        )
+
+    monkeypatch.setattr(OuterState, "allocate", allocate)
+    store = dist.HashStore()
+    world = ReplicaWorld(Placement(1, 0, 1, 0, True), store, store, timedelta(seconds=20))
+    with traced() as rank, pytest.raises(UsageError) as refusal:
+        reserve_memory(rank.engine, world)
+    text = str(refusal.value)
+    assert text.startswith("about 6.64e-07 GB per rank for anchor, outer momentum and syncs: must")
+    assert "(CUDA out of memory); use more ranks per replica, or --edit-offload" in text
+
+
+def test_no_memory_is_kept_for_the_final_phase() -> None:
+    """Catches 8 bytes for each parameter that nothing uses."""
+    with traced() as rank:
+        rank.engine.syncs.reserve()
+        rank.engine.start()
+        rank.engine._enter_final_phase()
+        assert rank.engine.syncs._reserved is None
+
+
+@pytest.mark.parametrize("code", [0, 712])
+def test_page_locked_state_is_one_buffer(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered, because torch rounds page-locked allocations up to powers of two; allocated one
+    by one where CUDA refuses that. Catches up to twice the host memory."""
+    registered, allocated = list[int](), list[Any]()
+    empty = torch.empty
+
+    def register(place: int, nbytes: int, flags: int) -> int:
+        registered.append(nbytes)
+        return code
+
+    def allocate(size: int, **rest: Any) -> torch.Tensor:
+        allocated.append((size, rest.pop("pin_memory", False)))
+        return empty(size, **rest)
+
+    runtime = SimpleNamespace(cudaHostRegister=register)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "empty", allocate)
+    tensors = outer_state._resident_tensors([3, 0, 5], CPU, is_pinned=True)
+    assert registered == [32] and [len(tensor) for tensor in tensors] == [3, 0, 5]
+    each = [(3, True), (0, True), (5, True)] if code else []
+    assert allocated == [(8, False), *each]
+    assert (tensors[2].data_ptr() - tensors[0].data_ptr() == 12) is (code == 0)
+
+
+def test_only_the_largest_fragment_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the buffers of all fragments, of which one is in flight at a time."""
+    with traced(fragments=2, delay_steps=2, sync_interval=8) as rank:
+        sizes = reserved_sizes(rank, monkeypatch)
+    assert sizes == [40, 40, 2, 2] or sizes == [41, 41]
+    assert sum(sizes) == 84
+
+
+# ---- Times of syncs whose exchanges are queued on a device: those of the device, not of the host
+
+
+EXCHANGE = 0.5  # seconds that a stream waits for each collective
+
+
+@dataclass
+class DeviceClock(TracedStreams):
+    """Streams that stand still for each collective, whose wait takes the host no time.
+
+    Attributes:
+        now: seconds that the device has spent.
+    """
+
+    now: float = 0.0
+
+    def await_collective(self, event: int) -> None:
+        """See `TracedStreams`."""
+        super().await_collective(event)
+        self.now += EXCHANGE
+
+    def mark(self) -> float:
+        """See `Streams`."""
+        return self.now
+
+
+def report_of_syncs(*, is_overlapped: bool) -> Collector:
+    """Run two rounds of a rank with three units."""
+    with torch.no_grad(), RaceDetector() as detector:
+        streams = DeviceClock(detector)
+        config = EditConfig(num_replicas=2, warmup_steps=0, sync_interval=2, digest_interval=100)
+        plan = plan_of({"layer.1": (4,), "layer.2": (4,), "final": (2,)})
+        rank = Rank.build(streams, config, plan, is_overlapped=is_overlapped)
+        engine = rank.engine
+        engine.start()
+        for _ in range(5):
+            for place in range(3):
+                engine.land_up_to(place + 1)
+                rank.host.gather(place)
+            engine.before_step()
+            rank.host.has_deferred_gather = True
+            engine.after_step()
+        engine.finish()
+        engine.close()
+    assert isinstance(engine.reporter, Collector)
+    return engine.reporter
+
+
+@pytest.mark.parametrize("is_overlapped", [True, False])
+def test_exposed_time_is_that_of_the_device(is_overlapped: bool) -> None:
+    """Catches the time of a host that only queues its waits, which is about zero: then `watch`,
+    `report` and the second choice of `--edit-auto` see no exchange at all."""
+    reports = report_of_syncs(is_overlapped=is_overlapped).syncs
+    assert len(reports) == 2
+    for report in reports:
+        assert report.seconds["exchange"] == pytest.approx(3 * EXCHANGE)
+        assert report.seconds["exposed"] >= 3 * EXCHANGE
+
+
+def test_records_hold_the_exposed_time() -> None:
+    """Catches a record without it, so that settings are never chosen again."""
+    with torch.no_grad(), RaceDetector() as detector:
+        config = EditConfig(num_replicas=2, warmup_steps=0, sync_interval=1, digest_interval=100)
+        plan = plan_of({"layer.1": (4,)})
+        rank = Rank.build(DeviceClock(detector), config, plan, is_overlapped=False)
+        engine = rank.engine
+        engine.start()
+        for _ in range(3):
+            engine.before_step()
+            engine.after_step()
+        exposed = engine.state.records[0].exposed
+        engine.close()
+    assert exposed >= EXCHANGE
+
+
+def test_marks_of_a_gpu_are_read_when_it_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CudaStreams` on a stand-in of `torch.cuda`. Catches a time that is read too early."""
+    calls: list[str] = []
+
+    class Event:
+        """Stand-in of `torch.cuda.Event`."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            calls.append(f"record {stream}")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            calls.append("elapsed")
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    streams = CudaStreams(torch.device("cuda", 0))
+    span: Span = (streams.mark(), streams.mark())
+    assert streams.seconds(span) == 0.25
+    assert calls == ["record compute", "record compute", "synchronize", "elapsed"]

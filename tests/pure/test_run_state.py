@@ -1,21 +1,35 @@
-"""The state of a run across meetings and checkpoints, without communication."""
+"""The state of a run across meetings and checkpoints, and plans of meetings."""
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_edit.comm.control import ControlRecord
+from megatron_edit.comm.control import ControlRecord, Flag
+from megatron_edit.comm.streams import NoStreams
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from megatron_edit.engine import EngineState, ParamShard, Penalty, Progress, plan_units
-from megatron_edit.engine.host import TimedRounds
+from megatron_edit.engine import (
+    EditEngine,
+    EngineState,
+    Host,
+    ParamShard,
+    Penalty,
+    Progress,
+    TimedRounds,
+    plan_units,
+)
 from megatron_edit.engine.plan import (
     MeetingOutcome,
     RoundPlan,
@@ -28,7 +42,7 @@ from megatron_edit.engine.rounds.trigger import ClockTrigger, StepTrigger
 from megatron_edit.engine.state import MeanLoss, RunState, StepLosses
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.reports import Footprint, SyncReports
-from megatron_edit.engine.units import FragmentPlan
+from megatron_edit.engine.units import FragmentPlan, select_units
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
@@ -284,3 +298,369 @@ def test_all_replicas_stop_together_in_warm_up() -> None:
     for wanted, stops in ((None, False), (1, False), (None, True), (None, False)):
         found = [stop.after_step(r == wanted) for r, stop in enumerate(replicas)]
         assert found == [stops] * 3
+
+
+# ---- Plans of A-EDiT meetings, computed from the control records, and its trigger
+
+
+MEETING_PENALTY = Penalty(
+    DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0, loss_check=None
+)
+RULES = RoundRules(
+    MEETING_PENALTY, DIRECT_COPY, StepSchedule(0, 4, 1), min_steps=10
+)  # rounds of 10 steps
+
+
+def fresh(target: int = 100) -> RoundState:
+    """The state of two replicas and one unit, with `target` blocks in the training."""
+    return RoundState.fresh(2, 1, BlockAssignment(2, target))
+
+
+def meet_all(before: RoundState, *steps: int) -> RoundPlan:
+    """The plan of a meeting after `steps` of each replica in the round."""
+    records = [ControlRecord(0, n, n, 2 * n, 0, losses=(), norms=(1.0,)) for n in steps]
+    return plan_round(before, records, [0], RULES, is_last=False)
+
+
+@pytest.mark.parametrize("is_extended", [False, True])
+def test_due_actions_are_postponed_at_one_meeting_only(is_extended: bool) -> None:
+    """After a resume at a meeting, only that meeting postpones saves and evaluations that are due,
+    also where it extends the round."""
+    state = replace(fresh(), resumes_at_meeting=True)
+    if is_extended:
+        plan = meet_all(state, 4, 4)
+        assert plan.outcome is MeetingOutcome.EXTEND and plan.after.count == 0
+        state = plan.after
+    plan = meet_all(state, 6, 6)
+    assert plan.outcome is MeetingOutcome.SYNC and plan.is_assigned and plan.after.count == 1
+    assert plan.next_meeting_without_step is (not is_extended) and not plan.after.resumes_at_meeting
+
+
+def test_ledger_is_exhausted_where_loaded_steps_reach_the_target() -> None:
+    """Catches a ledger that refuses a frontier beyond its target, and one that a checkpoint would
+    take for samples not consumed yet."""
+    timer = TimeTrigger(10.0, PhaseClock(lambda: 0))
+    timeout = AdaptiveTimeout((), is_fixed=True)
+    state = RunState(fresh(), MeanLoss(), timer.clock, timeout, timer)
+    unused: Any = None
+    trigger = ClockTrigger(unused, TimedRounds(1.0, 0.0, 100, None), cast(Host, unused), state)
+    state.step = 30
+    trigger.begin_warmup()
+    assert trigger.assignment == BlockAssignment(2, 100, 60) and not trigger.is_over
+    state.step = 60
+    trigger.begin_warmup()
+    assert trigger.assignment == BlockAssignment(2, 120, 120) and trigger.is_over
+    assert state.inner_steps == 0 and state.assignment_epoch == 2
+
+
+@pytest.mark.parametrize("steps", [(6, 6), (1, 1), (6, 0)])
+def test_plan_copies_the_records_it_was_made_from(steps: tuple[int, int]) -> None:
+    """Would catch: a frozen plan that keeps the caller's list, which may still change."""
+    is_stopping = not all(steps)
+    records = [
+        ControlRecord(0, n, n, 2 * n, 0, (), norms=(1.0,), is_stopping=int(is_stopping and not n))
+        for n in steps
+    ]
+    plan = plan_round(fresh(), records, [0], RULES, is_last=False)
+    before = plan.samples
+    records.clear()
+    assert plan.samples == before and len(plan.records) == 2
+
+
+# ---- properties of the pure function
+
+NUM_UNITS = 3
+
+
+@st.composite
+def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int], RoundRules]:
+    """Draw inputs of a meeting: counted or timed, some norms not finite, some replicas idle."""
+    replicas = draw(st.integers(1, 4))
+    is_timed = draw(st.booleans())
+    counts = draw(st.lists(st.integers(0, 6), min_size=replicas, max_size=replicas))
+    if not is_timed:
+        counts = [max(counts)] * replicas
+    blocks = draw(st.integers(40, 60))
+    assignment = BlockAssignment(replicas, blocks) if is_timed else None
+    before = RoundState.fresh(replicas, NUM_UNITS, assignment)
+    size = st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, math.nan, math.inf, 1e38]))
+    row = st.lists(size, min_size=NUM_UNITS, max_size=NUM_UNITS)
+    records = [
+        ControlRecord(
+            round=0, step=count, inner_steps=count, samples=4 * count, schedule_position=count,
+            losses=(), norms=draw(row), is_stopping=int(draw(st.integers(0, 9)) == 0),
+            inner_lr=0.1 * count,
+        )
+        for count in counts
+    ]  # fmt: skip
+    units = sorted(draw(st.sets(st.integers(0, NUM_UNITS - 1), min_size=1)))
+    landing = draw(
+        st.sampled_from([DIRECT_COPY, replace(DIRECT_COPY, delay=2), replace(DIRECT_COPY, mix=0.5)])
+    )
+    rules = RoundRules(
+        MEETING_PENALTY,
+        landing,
+        StepSchedule(0, 4, 1),
+        min_steps=float(draw(st.integers(0, 8))),
+    )
+    return before, records, units, rules
+
+
+def values_of(state: RoundState) -> list[Any]:
+    """All values of a state, comparable."""
+    tables = [tensor.tolist() for tensor in vars(state.detectors).values()]
+    rest = (
+        state.count,
+        state.replicas_identical,
+        state.length,
+        state.assignment,
+        state.resumes_at_meeting,
+    )
+    return [str(tables), state.unit_steps.tolist(), *rest]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(meeting=gathered(), is_last=st.booleans())
+def test_plan_round_is_pure_and_deterministic(
+    meeting: tuple[RoundState, list[ControlRecord], list[int], RoundRules], is_last: bool
+) -> None:
+    """Two ranks compute the same plan, and the state before it is not modified."""
+    before, records, units, rules = meeting
+    kept = copy.deepcopy(values_of(before))
+    first, second = (plan_round(before, records, units, rules, is_last=is_last) for _ in range(2))
+    assert values_of(before) == kept
+    assert values_of(first.after) == values_of(second.after)
+    assert first.outcome is second.outcome and str(first.decision) == str(second.decision)
+    with pytest.raises(FrozenInstanceError):
+        first.outcome = MeetingOutcome.SYNC  # type: ignore[misc]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(meeting=gathered(), is_last=st.booleans())
+def test_plan_invariants_of_stop_extension_and_sync(
+    meeting: tuple[RoundState, list[ControlRecord], list[int], RoundRules], is_last: bool
+) -> None:
+    """A stop is no sync; an extension changes no state; a sync accounts for every step, its weights
+    are zero for rejected replicas and sum to one, and it changes no other unit."""
+    before, records, units, rules = meeting
+    plan = plan_round(before, records, units, rules, is_last=is_last)
+    if any(record.is_stopping for record in records):
+        assert (
+            plan.outcome is MeetingOutcome.STOP and plan.after is before and plan.decision is None
+        )
+        return
+    total = sum(record.inner_steps for record in records)
+    if plan.outcome is MeetingOutcome.EXTEND:
+        assert before.assignment is not None and total < rules.min_steps
+        assert values_of(plan.after) == values_of(before)
+        return
+    decision, after = plan.decision, plan.after
+    assert decision is not None and plan.outcome is MeetingOutcome.SYNC and after.count == 1
+    others = [unit for unit in range(NUM_UNITS) if unit not in units]
+    assert bool((after.unit_steps[:, units] == 0).all())
+    steps = torch.tensor([[record.inner_steps] for record in records])
+    assert after.unit_steps[:, others].tolist() == steps.expand(-1, len(others)).tolist()
+    assert (
+        after.detectors.of_units(others).to_lists() == before.detectors.of_units(others).to_lists()
+    )
+    left_out = decision.verdict.anomalous
+    assert bool((decision.weights[left_out] == 0).all())
+    for unit in range(len(units)):
+        share = float(decision.weights[:, unit].sum())
+        assert share == pytest.approx(1.0) or bool(left_out[:, unit].all())
+        if bool(left_out[:, unit].all()):
+            assert bool(decision.rollback[unit])
+    idle = steps.flatten() == 0
+    assert bool(left_out[idle].all()) and not bool(after.detectors.accepted[idle].any())
+    is_whole = len(units) == NUM_UNITS
+    assert after.replicas_identical is (is_whole and plan.landing.is_direct_copy)
+    assert plan.landing == (DIRECT_COPY if is_last else rules.landing)
+    assert plan.inner_lr == max(record.inner_lr for record in records)
+    if before.assignment is not None:
+        assert plan.is_assigned and after.assignment is not None
+        assert after.assignment.frontier - len(after.assignment.holes) == total
+
+
+# ---- What follows an optimizer step: landings, the meeting, and the parameter gather
+
+
+class Step:
+    """Run `EditEngine.after_step` for step 10 with stand-ins and record the calls.
+
+    Args:
+        due: syncs that land after the step.
+        meeting: the meeting after the step; None if there is none.
+        lands_in_forward: whether landings wait for the forward pass, which gathers.
+        is_warmup: whether gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        due: tuple[str, ...] = (),
+        meeting: str | None = None,
+        *,
+        lands_in_forward: bool = False,
+        is_warmup: bool = False,
+    ) -> None:
+        self.calls: list[Any] = []
+        self.host = anything(awaits_gather=not (is_warmup or lands_in_forward))
+        self.host.gather_parameters = self._gather
+        self.engine = anything(
+            state=anything(step=9, launch_steps=9, timer=None),
+            status=anything(is_warmup=is_warmup, is_stop_seen=False),
+            host=self.host,
+            syncs=anything(
+                due=lambda step: due if step == 10 else (),
+                begin_landing=self._record("land"), land_all=self._land_all, poll=lambda: None,
+                agree_on_next_steps=lambda: None,
+            ),
+            _trigger=anything(meeting_after=self._meeting_after(meeting)),
+            _meet=self._record("meet"), _context=nullcontext,
+            _should_request_meeting=lambda: False,
+            _land_unless_in_forward=(lambda: None) if lands_in_forward else self._land_all,
+            _common_stop=anything(after_step=self._record("stop?")),
+            elastic=None, _report_progress=lambda: None,
+            _end_warmup_if_due=lambda: self.calls.append("end?"),
+            _tuner=anything(meter=anything(end_step=self._end_step)),
+            _board=anything(is_seen=False, heartbeat=anything(steps_of_others=0)),
+            _flags=anything(post=lambda flags, steps: None, read=lambda: Flag.MEET),
+        )  # fmt: skip
+        EditEngine.after_step(self.engine)
+
+    def _meeting_after(self, meeting: str | None) -> Any:
+        """Return a fake `meeting_after` that checks its arguments."""
+
+        def meeting_after(step: int, *, is_requested: bool) -> str | None:
+            assert (step, is_requested) == (10, True)
+            return meeting
+
+        return meeting_after
+
+    def _record(self, name: str) -> Any:
+        return lambda what: self.calls.append((name, what))
+
+    def _end_step(self, step: int) -> None:
+        assert step == 10
+
+    def _land_all(self) -> None:
+        self.calls.append("landed")
+        self._gather()
+
+    def _gather(self) -> None:
+        self.calls.append("gather")
+        self.host.awaits_gather = False
+
+
+def test_step_inside_round_gathers_unless_forward_does() -> None:
+    """Catches parameters that are never gathered, and a second gather in the forward pass."""
+    assert Step().calls == ["gather"]
+    assert Step(lands_in_forward=True).calls == []
+
+
+def test_landing_gathers_once() -> None:
+    """Catches a second gather of parameters that the landing has gathered."""
+    assert Step(due=("old",)).calls == [("land", "old"), "landed", "gather"]
+    assert Step(due=("old",), lands_in_forward=True).calls == [("land", "old")]
+
+
+def test_due_syncs_land_before_meeting() -> None:
+    """Catches pseudo-gradients that miss a due result, and a gather that is skipped if a meeting
+    follows without a landing."""
+    step = Step(due=("old",), meeting="all units")
+    assert step.calls == [("land", "old"), "landed", "gather", ("meet", "all units")]
+    assert Step(meeting="all units").calls == [("meet", "all units"), "gather"]
+    assert step.engine.state.step == step.engine.state.launch_steps == 10
+
+
+def test_warmup_step_gathers_nothing() -> None:
+    """Megatron has gathered already: catches a second gather at every step."""
+    assert Step(is_warmup=True).calls == [("stop?", False), "end?"]
+
+
+class Round:
+    """Run one meeting of the engine with stand-ins and record the calls.
+
+    Args:
+        lands_in_forward: whether the sync lands in the forward pass.
+        outcome: outcome of the meeting.
+    """
+
+    def __init__(
+        self, *, lands_in_forward: bool, outcome: MeetingOutcome = MeetingOutcome.SYNC,
+        checks_commit: bool = False,
+    ) -> None:  # fmt: skip
+        self.calls: list[str] = []
+        plan = anything(outcome=outcome, landing=DIRECT_COPY, samples=0)
+        syncs = anything(
+            of_units=lambda selection: [],
+            prepare=lambda plan, began, waited, *, checks_commit: self.calls.append("prepare"),
+            check_commit=lambda sync, plan: self.calls.append("check"),
+            start=lambda sync: self.calls.append("start"),
+            land_all=lambda: self.calls.append("land"),
+        )
+        engine = anything(
+            state=anything(
+                timeout=anything(after_round=lambda: None),
+                apply=lambda plan, reporter, samples: self.calls.append("apply"),
+            ),
+            syncs=syncs, settings=anything(landing=DIRECT_COPY, checks_commit=checks_commit),
+            reporter=None,
+            _plan_round=lambda meeting: (plan, 0.0), _land=lambda syncs: None, elastic=None,
+            _outcomes=anything(
+                sync_plan=lambda plan, selection: None,
+                commit=lambda plan: self.calls.append("commit"),
+            ),
+            _land_unless_in_forward=lambda: None, _lands_in_forward=lands_in_forward,
+        )  # fmt: skip
+        self.has_synced = EditEngine._meet_once(engine, anything(selection=None))
+
+
+def test_blocking_round_commits_after_exchange() -> None:
+    """Catches schedules, counters, detectors and ledger updated before the exchange is over."""
+    assert Round(lands_in_forward=False).calls == ["prepare", "start", "land", "commit"]
+    checked = Round(lands_in_forward=False, checks_commit=True)
+    assert checked.calls == ["prepare", "start", "check", "land", "commit"]
+
+
+def test_overlapped_round_commits_before_exchange() -> None:
+    """Training continues at once: catches steps of the next round that use the old state."""
+    assert Round(lands_in_forward=True).calls == ["commit", "prepare", "start"]
+
+
+@pytest.mark.parametrize("outcome", [MeetingOutcome.EXTEND, MeetingOutcome.STOP])
+def test_meeting_without_sync_commits_nothing(outcome: MeetingOutcome) -> None:
+    """Catches a sync in a round that is extended or that a replica has left."""
+    meeting = Round(lands_in_forward=False, outcome=outcome)
+    assert meeting.calls == ["apply"] and not meeting.has_synced
+
+
+def test_late_digests_are_compared_once() -> None:
+    """Only digests of the units that sync are used up.
+
+    Catches a comparison with digests of an earlier sync, and a non-finite unit that keeps its
+    inner moments.
+    """
+    params = [ParamShard(name, name, torch.zeros(2), True, None) for name in ("a", "b")]
+    zeroed: list[str] = []
+
+    def zero(shard: Any) -> int:
+        zeroed.append(shard.name)
+        return 1
+
+    groups = anything(sync=anything(rank=0, streams=NoStreams()))
+    outer = anything(prefetch=lambda *_: iter(()))
+    host = anything(zero_nonfinite_moments=zero)
+    reporter = anything(on_local_message=lambda text: None)
+    syncs = anything(
+        _reports=anything(late_digests={0: 1.0, 1: 2.0}), _reporter=reporter, _host=host,
+        _groups=groups, _settings=anything(landing=DIRECT_COPY),
+        _context=lambda: anything(groups=groups, outer=outer, together_numel=0),
+    )  # fmt: skip
+    selection = select_units(plan_units(params, ["a", "b"], ["a", "b"]), [1])
+    assert SyncManager.late_digests(syncs, selection) == {1: 2.0}
+    plan = anything(
+        selection=selection, rules=anything(landing=DIRECT_COPY),
+        decision=anything(norms=torch.tensor([[math.nan]])),
+    )  # fmt: skip
+    partial(SyncManager.prepare, syncs)(plan, 0.0, 0.0)
+    assert syncs._reports.late_digests == {0: 1.0} and zeroed == ["b"]

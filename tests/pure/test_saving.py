@@ -1,9 +1,13 @@
-"""When a save takes place, in which form, and which files a replica loads; without Megatron."""
+"""Saves: when they take place, in which form, and how all ranks' reports become one manifest."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
+import threading
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,20 +15,248 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_edit.checkpoint.files import record_of
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import ALL, LEADER
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.host.checkpoint import choosing
 from megatron_edit.host.checkpoint import replica_local as streams
-from megatron_edit.host.checkpoint.committing import _finish
+from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED
+from megatron_edit.host.checkpoint.committing import (
+    Committer,
+    NotPermittedError,
+    RankSave,
+    WriteError,
+    _finish,
+    _is_kept,
+    _key,
+)
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.saved_state import ReplicaEntry
-from tests.pure.test_committing import part
+
+REPLICAS, RANKS = 2, 2
+
+
+def world() -> ReplicaWorld:
+    """Return the world of rank 0 of replica 0, with a store in memory."""
+    store = dist.HashStore()
+    return ReplicaWorld(Placement(REPLICAS, 0, RANKS, 0, True), store, store, timedelta(seconds=1))
+
+
+def single_world() -> ReplicaWorld:
+    """Return the world of the only rank of a replica of an elastic run."""
+    store = dist.HashStore()
+    return ReplicaWorld(Placement(1, 0, 1, 0, True), store, store, timedelta(seconds=1))
+
+
+def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more: Any) -> RankSave:
+    """Return the part of a save that belongs to rank 0 of replica 0."""
+    manifest = Manifest(
+        iteration, ALL, "edit", REPLICAS, RANKS, {}, {}, ("final",), False, 1, (), {}, 8, 4, **more
+    )
+    place = CheckpointFolder(folder)
+    return RankSave(
+        name="8/1", folder=place, job="job", manifest=manifest, entry=entry(0),
+        has_model=False, has_outer=False, has_replica_local=False,
+        random_file=place.partial(iteration, "job") / "file",
+        is_stop_save=False, retain_interval=retain,
+    )  # fmt: skip
+
+
+def entry(step: int, *losses: float) -> ReplicaEntry:
+    """Return the manifest entry of a replica; only its last rank has losses."""
+    return ReplicaEntry(step, 0, 0, 0, losses=losses, last_loss_step=step if losses else 0)
+
+
+def test_manifest_collects_entries_and_files_of_all_ranks(tmp_path: Path) -> None:
+    """Catches a manifest with one replica only, and losses taken from a rank that has none."""
+    here = world()
+    for replica in range(REPLICAS):
+        for rank in range(RANKS):
+            mine = entry(10 + replica, *([0.5 + replica] if rank == RANKS - 1 else []))
+            files = {f"{replica}_{rank}": {"size": 1, "sha256": "0"}}
+            text = json.dumps({"errors": [], "entry": dataclasses.asdict(mine), "files": files})
+            here.shared_store.set(_key("8/1", replica, rank), text)
+    manifest = Committer(here)._gather(part(tmp_path), here.shared_store)
+    assert list(manifest.files) == ["0_0", "0_1", "1_0", "1_1"]
+    assert [each.step for each in manifest.replicas] == [10, 11]
+    assert [list(each.losses) for each in manifest.replicas] == [[0.5], [1.5]]
+    assert [each.last_loss_step for each in manifest.replicas] == [10, 11]
+
+
+def store_report(
+    here: ReplicaWorld, replica: int, rank: int, *errors: str, num_bytes: int = 0
+) -> None:
+    """Store the report of a rank about its part of the save."""
+    text = json.dumps({"errors": errors, "bytes": num_bytes, "entry": {}, "files": {}})
+    here.shared_store.set(_key("8/1", replica, rank), text)
+
+
+def test_save_with_write_error_fails_after_all_ranks_report(tmp_path: Path) -> None:
+    """Catches a checkpoint completed although a part failed, and a failure before all ranks have
+    reported: they may still be writing to the folder that is removed."""
+    here = world()
+    store_report(here, 0, 0, ANOTHER_RANK_FAILED, num_bytes=1)
+    store_report(here, 0, 1, "disk full", num_bytes=2)
+    store_report(here, 1, 0, num_bytes=4)
+    with pytest.raises(ReplicaLostError, match="rank 1 of replica 1"):
+        committer = Committer(here)
+        committer._until = 0
+        committer._gather(part(tmp_path), here.shared_store)
+    for replica, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        store_report(here, replica, rank, *(["disk full"] if (replica, rank) == (0, 1) else []),
+             num_bytes=2)  # fmt: skip
+    with pytest.raises(WriteError, match=r"^replica 0, rank 1: disk full$") as failure:
+        Committer(here)._gather(part(tmp_path), here.shared_store)
+    assert failure.value.num_bytes == 8
+
+
+def run_failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> None:
+    """Run a save that one rank cannot write, until the failure is reported on the console."""
+    partial = part(folder).partial
+    partial.mkdir(parents=True)
+    (partial / "file").write_text("a file")
+    for replica, rank in ((0, 1), (1, 0), (1, 1)):
+        store_report(here, replica, rank, *(["disk full"] if replica else []), num_bytes=500_000)
+    committer.start(part(folder))
+    assert committer._last is not None
+    committer._last.join()
+    assert not partial.exists()
+
+
+def test_two_failed_saves_in_a_row_end_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the first, free and needed space are reported, its files are removed, and training
+    goes on; the second ends training."""
+    here = world()
+    committer = Committer(here)
+    run_failed_save(committer, tmp_path, here)
+    message = capsys.readouterr().err
+    assert "iteration 8 could not be written (replica 1, rank 0: disk full)" in message
+    assert "MB free, a checkpoint needs 1.5 MB" in message and message.endswith(
+        "training goes on\n"
+    )
+    assert f"{tmp_path} has " in message and "there is no complete one yet" in message
+    assert not committer.should_end_training
+    run_failed_save(committer, tmp_path, here)
+    assert (
+        committer.should_end_training and "two in a row: training ends" in capsys.readouterr().err
+    )
+
+
+def test_complete_save_resets_failure_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches failures counted over the entire run."""
+    here = world()
+    committer = Committer(here)
+    run_failed_save(committer, tmp_path, here)
+    monkeypatch.setattr(Committer, "_complete", lambda *_: None)
+    committer.start(part(tmp_path))
+    assert committer._last is not None
+    committer._last.join()
+    monkeypatch.undo()
+    run_failed_save(committer, tmp_path, here)
+    assert not committer.should_end_training
+
+
+def test_failed_save_is_counted_if_folder_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a failed disk whose failures are never reported."""
+
+    def failing(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    for name in ("newest", "discard"):
+        monkeypatch.setattr(CheckpointFolder, name, failing)
+    committer = Committer(world())
+    for _ in range(2):
+        committer._fail(part(tmp_path), OSError(5, "Input/output error"))
+    assert committer.should_end_training and "Input/output error" in capsys.readouterr().err
+
+
+def test_complete_checkpoint_with_stale_tracker_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next run finds the checkpoint by its manifest."""
+    committer, save = Committer(world()), part(tmp_path)
+    final = save.folder.final(8)
+    (final / "edit").mkdir(parents=True)
+    (final / "edit" / "edit.json").write_text("{}")
+    committer._fail(save, OSError(28, "No space left on device"))
+    assert not committer._failures
+    assert "iteration 8 is complete, but the tracker may not name it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exit_code", [0, 5])
+def test_replica_that_may_not_complete_a_save_touches_nothing(
+    tmp_path: Path, exit_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it could not write its part."""
+
+    def refuse() -> None:
+        raise NotPermittedError("no", exit_code)
+
+    here = single_world()
+    committer = Committer(here)
+    for errors in ([], ["disk full"]):
+        save = part(tmp_path)
+        save = dataclasses.replace(save, folder=CheckpointFolder(tmp_path, refuse))
+        save.partial.mkdir(parents=True, exist_ok=True)
+        save.random_file.write_text("a file")
+        save.record.errors.extend(errors)
+        committer.start(save)
+        assert committer._last is not None
+        committer._last.join()
+        assert [p for p in tmp_path.rglob("*") if p.is_file()] == [save.random_file]
+        assert "checkpoint of iteration 8: no" in capsys.readouterr().out
+    if exit_code:
+        with pytest.raises(NotPermittedError, match="no") as caught:
+            committer.wait()
+        assert caught.value.exit_code == exit_code
+    else:
+        committer.wait()
+
+
+def test_replica_that_leaves_waits_for_its_last_save_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has left may not complete it any more."""
+    begun, may_end, committer = threading.Event(), threading.Event(), Committer(single_world())
+
+    def slow(part: RankSave, store: Any) -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    monkeypatch.setattr(committer, "_complete", slow)
+    committer.settle(30)  # there is none
+    committer.start(part(tmp_path))
+    assert begun.wait(30)
+    committer.settle(0.01)
+    assert committer._last is not None and committer._last.is_alive()
+    threading.Timer(0.05, may_end.set).start()
+    committer.settle(30)
+    assert not committer._last.is_alive()
+
+
+def test_retain_interval_keeps_its_multiples(tmp_path: Path) -> None:
+    """All checkpoints are kept without the flag, else those at its multiples."""
+    kept = [n for n in (10, 15, 20, 25) if _is_kept(part(tmp_path, retain=20), n)]
+    assert kept == [20]
+    assert all(_is_kept(part(tmp_path), n) for n in (10, 15, 20, 25))
+
+
+# ---- When a save takes place, in which form, and which files a replica loads; without Megatron
+
 
 anything: Any = SimpleNamespace
 
