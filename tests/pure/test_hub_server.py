@@ -45,18 +45,6 @@ def wait_until(what: object, seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def test_replicas_commit_rounds_and_finish(tmp_path: Path) -> None:
-    with running_hub(tmp_path) as (_, address):
-        replicas = [PretendingReplica(address, name, 3, 5).start() for name in "bca"]
-        for replica in replicas:
-            replica.join()
-        wait_until(lambda: read_journal(tmp_path)[-1].event == "end")
-    found = commits(tmp_path)
-    assert [each["round"] for each in found] == [0, 1, 2, 3, 4]
-    assert all(each["members"] == ["a", "b", "c"] for each in found)
-    assert len({replica.digest for replica in replicas}) == 1
-
-
 def test_console_is_for_people(tmp_path: Path, short_grace: None) -> None:
     """A line for each decision, without digests; the journal has all of it."""
     said: list[str] = []
@@ -98,29 +86,6 @@ def test_console_is_for_people(tmp_path: Path, short_grace: None) -> None:
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica without a connection is lost soon."""
     monkeypatch.setattr(deadlines, "GONE_SECONDS", 0.3)
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_killed_replica_is_left_out_and_comes_back(tmp_path: Path) -> None:
-    states: dict[int, str] = {}
-    with running_hub(tmp_path) as (_, address):
-        kept = [
-            PretendingReplica(address, name, 3, 30, step_seconds=0.1, states=states).start()
-            for name in "ab"
-        ]
-        lost = PretendingReplica(address, "c", 3, 30, step_seconds=0.1, states=states).start()
-        wait_until(lambda: len(commits(tmp_path)) >= 2)
-        lost.kill()
-        wait_until(lambda: commits(tmp_path)[-1]["members"] == ["a", "b"])
-        back = PretendingReplica(
-            address, "c", 3, 30, step_seconds=0.1, states=states, incarnation="2"
-        ).start()
-        wait_until(lambda: commits(tmp_path)[-1]["members"] == ["a", "b", "c"])
-        for replica in (*kept, back):
-            replica.join()
-    found = commits(tmp_path)
-    assert [each["round"] for each in found] == list(range(30))
-    assert {replica.digest for replica in (*kept, back)} == {found[-1]["digest"]}
 
 
 def test_restarted_hub_goes_on(tmp_path: Path) -> None:
@@ -241,26 +206,6 @@ def test_wrong_token_is_refused(tmp_path: Path) -> None:
         good = PretendingReplica(address, "a", 1, 2).start()
         good.join()
     assert len(commits(tmp_path)) == 2
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_evicted_incarnation_is_fenced(tmp_path: Path) -> None:
-    """A replica that was cut off past its time comes back: it must be started again."""
-    with running_hub(tmp_path) as (hub, address):
-        kept = PretendingReplica(address, "a", 2, 100, step_seconds=0.05).start()
-        cut = PretendingReplica(address, "b", 2, 100, step_seconds=0.05)
-        cut.start()
-        wait_until(lambda: len(commits(tmp_path)) >= 2)
-        cut.agent._address = HubAddress(address.host, 1, b"")  # nobody listens there
-        session = cut.agent._session
-        assert session is not None
-        session[0].shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: hub.state.member("b") is None)
-        cut.agent._address = address
-        cut.join()
-        assert isinstance(cut.orders[-1], Fenced)
-        kept.join()
-    assert commits(tmp_path)[-1]["members"] == ["a"]
 
 
 def test_replica_asks_what_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

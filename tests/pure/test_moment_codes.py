@@ -6,15 +6,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.wire import moment_bytes, start_exchange
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from megatron_edit.engine.plan import Decision
-from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.host.model.moments import (
     configured_beta2,
     create,
@@ -25,18 +21,12 @@ from megatron_edit.host.model.moments import (
     write_counters,
     write_moment,
 )
-from megatron_edit.method.detector import Verdict
-from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import (
-    ALL_MOMENTS,
     NO_MOMENTS,
     MomentRule,
     MomentSchedule,
     local_beta2,
 )
-from tests.harness.memory_network import Network, two_phase_groups
-from tests.pure.test_unit_sync import plan_of
-from tests.reference.wire import AllReduce
 
 anything: Any = SimpleNamespace
 CODED = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
@@ -65,67 +55,6 @@ def test_local_beta2_to_the_nth_power_is_beta2() -> None:
 
 
 # ---- one unit
-
-
-def decision_of(*anomalous: bool) -> Decision:
-    """Return the decision about one unit, with non-uniform weights."""
-    left_out = torch.tensor(anomalous).unsqueeze(1)
-    weights = torch.arange(1.0, 1.0 + len(anomalous)).unsqueeze(1)
-    verdict = Verdict(left_out, torch.zeros(len(anomalous), 1))
-    norms = torch.ones(len(anomalous), 1, dtype=torch.float64)
-    loss = LossVerdict.without_check(torch.full((len(anomalous),), torch.nan))
-    return Decision(norms, verdict, weights, left_out.all(dim=0), loss)
-
-
-class KeptMoments:
-    """A host with two moments of one unit."""
-
-    def __init__(self, first: list[float], second: list[float]) -> None:
-        self.values = {FIRST_MOMENT: torch.tensor(first), SECOND_MOMENT: torch.tensor(second)}
-
-    def read_moments(self, shard: Any, kind: str, out: Tensor) -> None:
-        out.copy_(self.values[kind])
-
-    def write_moments(self, shard: Any, kind: str, values: Tensor) -> None:
-        self.values[kind].copy_(values)
-
-
-@pytest.mark.parametrize("rule", [CODED, ALL_MOMENTS], ids=["codes", "fp32"])
-def test_left_out_replica_takes_mean_moments_of_others(rule: MomentRule) -> None:
-    """The mean over accepted replicas is uniform and skips non-finite values.
-
-    Catches a left-out replica that is added, and a mean over all replicas.
-    """
-    hosts: list[Any] = [
-        KeptMoments([1.0, -2.0, 0.0], [1.0, 4.0, 0.0]),
-        KeptMoments([3.0, 2.0, torch.inf], [3.0, torch.nan, 2.0]),
-        KeptMoments([5.0, torch.nan, 5.0], [7.0, torch.inf, 7.0]),
-    ]
-    (shard,) = plan_of().shards
-    groups = two_phase_groups(3, Network())
-    decision = decision_of(False, False, True)
-    cpu = torch.device("cpu")
-    units = [
-        UnitMoments.prepare(host, rule, shard, decision, group.rank, cpu)
-        for host, group in zip(hosts, groups, strict=True)
-    ]
-    pairs = zip(units, groups, strict=True)
-    exchanges = [start_exchange(group, unit.addends) for unit, group in pairs]
-    while not all([exchange.advance() for exchange in exchanges]):
-        pass
-    for unit in units:
-        unit.land()
-    share = np.float32(0.5)
-    for kind, name, addends in (
-        (FIRST_MOMENT, "log8", [[1.0, -2.0, 0.0], [3.0, 2.0, 0.0], [0.0] * 3]),
-        (SECOND_MOMENT, "ulog8", [[1.0, 4.0, 0.0], [3.0, 0.0, 2.0], [0.0] * 3]),
-    ):
-        halves = [share * np.array(addend, np.float32) for addend in addends]
-        wanted = AllReduce(halves, {2}).sum(name if rule.is_coded else "fp32", None)
-        for host in hosts:
-            np.testing.assert_array_equal(host.values[kind].numpy(), wanted)
-        sent = moment_bytes(rule, 3, 3)
-        assert {group.payload_bytes for group in groups} == {sent}
 
 
 # ---- Megatron's optimizers

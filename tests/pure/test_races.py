@@ -7,7 +7,7 @@ in use) of the real code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -23,11 +23,10 @@ from megatron_edit.engine import EditEngine, EngineState
 from megatron_edit.engine import engine as engine_module
 from megatron_edit.engine.plan import Decision, RoundPlan, plan_round
 from megatron_edit.engine.sync import manager
-from megatron_edit.engine.sync.offload import OffloadStreams
 from megatron_edit.engine.sync.syncs import DelayedSync
 from tests.harness.races import RaceDetector
 from tests.harness.sockets import InlineProgressThread, staged_group
-from tests.harness.traced_streams import CPU, OmittedCall, Rank, plan_of
+from tests.harness.traced_streams import OmittedCall, Rank, plan_of
 
 UNITS = {"embedding": (6, 2), "layer.1": (5, 3), "layer.2": (4, 4), "final": (3,)}
 NUM_STEPS = 10
@@ -339,50 +338,6 @@ def test_detector_finds_missing_synchronization(name: str) -> None:
     found = races(mode, made, saves_after=7 if is_of_host else 0)
     assert made.num_made, "the code no longer makes the call that this mistake leaves out"
     assert found
-
-
-def free_during_send(detector: RaceDetector) -> list[Tensor]:
-    """Free a tensor to its stream's pool before its copy to the host has completed."""
-    group: Any = staged_group(2, detector.streams, detector.pin).process_group
-    parts = [torch.zeros(4), torch.zeros(4)]
-    group.allgather([parts], [torch.ones(4)], None)
-    return parts
-
-
-def upload_during_download(detector: RaceDetector) -> list[Tensor]:
-    """Upload state that is still being copied to the host by the sync before."""
-    copies = OffloadStreams(CPU, detector.streams, max_copies=4)
-    device, host = torch.ones(4), torch.zeros(4)
-    detector.pin([host])
-    copies.download(device, host)
-    copies.fence()
-    return [device, host, copies.upload(host).ready()]
-
-
-IN_ISOLATION: dict[str, tuple[Callable[[RaceDetector], list[Tensor]], OmittedCall]] = {
-    "keep": (free_during_send, OmittedCall("keep", "StagedProcessGroup._copy")),
-    "fence": (upload_during_download, OmittedCall("wait", "OffloadStreams.fence")),
-}
-
-
-@pytest.mark.parametrize("name", IN_ISOLATION)
-def test_detector_finds_missing_keep_and_fence_in_isolation(name: str) -> None:
-    """In a full run other waits, and tensors that stay alive, hide that these calls are missing.
-
-    Catches the missing calls, and a detector that does not find them.
-    """
-    use, mistake = IN_ISOLATION[name]
-    made = replace(mistake)
-    findings = []
-    for planted in (None, made):
-        with torch.no_grad(), RaceDetector() as detector:
-            detector.streams.mistake = planted
-            in_use = use(detector)
-            torch.zeros(1)  # the detector looks for freed memory at each operation
-        findings.append(detector.findings)
-        del in_use
-    assert made.num_made, "the code no longer makes the call that this mistake leaves out"
-    assert findings[0] == [] and findings[1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_edit.comm.control import DelayedFlags, Flag
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
-from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.counters import LoopControl
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.method.ledger import SampleOrder
@@ -88,18 +86,6 @@ def test_progress_in_warm_up_counts_equal_steps() -> None:
     assert run.step() == (2, 20)  # the count of the warm-up is kept
 
 
-def test_progress_continues_after_a_resume() -> None:
-    """Catches a count that starts at zero at the launch."""
-    run = Run()
-    run.counters.samples, run.counters.samples_at_start, run.engine.status.steps_of_others = (
-        24,
-        (20, 24),
-        0,
-    )
-    assert (run.progress.iteration, run.progress.samples) == (5, 44)
-    assert run.step(reported=1) == (6, 52)
-
-
 def test_progress_reaches_the_end_without_a_partial_block() -> None:
     """After a change of replicas a run may end three samples short: it is over nevertheless."""
     run = Run(start=17, target=15)
@@ -118,73 +104,6 @@ def test_intervals_are_counted_in_the_shown_iterations() -> None:
         assert (run.args.save_interval, run.args.train_iters) == (5, 10)
         assert run.args.exit_interval is None
     assert (run.args.save_interval, run.args.train_iters) == (7, 8)
-
-
-class Timers:
-    """Megatron's timers, each at ten seconds; records the normalizers of log lines."""
-
-    def __init__(self) -> None:
-        self.normalizers: list[int] = []
-
-    def __call__(self, name: str, log_level: int | None = None) -> Timers:
-        """Return the timer of any name: this one."""
-        return self
-
-    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds since the last line."""
-        return 10.0
-
-    def log(self, names: list[str], normalizer: float = 1.0) -> None:
-        """Log to the console."""
-        self.normalizers.append(int(normalizer))
-
-    def write(self, names: list[str], normalizer: float = 1.0) -> None:
-        """Write to TensorBoard."""
-
-
-def logging(run: Run, timers: Timers, lines: list[Any]) -> Callable[[], None]:
-    """A step with a stand-in of Megatron's `training_log`, which appends to `lines`."""
-    log, steps, args = LogLines(run.progress, timers), [0], run.args
-    log.begin_step()
-
-    def training_log(given: dict[str, Any]) -> None:
-        steps[0] += 1
-        iteration = given["iteration"]
-        line: list[Any] = []
-        if iteration % args.tensorboard_log_interval == 0:
-            line.append("tensorboard")
-        if iteration % args.log_interval == 0:
-            line.append(timers("interval-time").elapsed() / steps[0])
-            timers.log([], normalizer=args.log_interval)
-            steps[0] = 0
-        lines.append((iteration, args.train_iters, *line))
-
-    def step() -> None:
-        given = {"iteration": args.curr_iteration + 1}
-        log.log(anything(arguments=given, proceed=lambda: training_log(given)))
-
-    return step
-
-
-def test_log_line_is_written_where_the_interval_is_passed() -> None:
-    """Catches a line that is missing because its iteration was passed over, one that comes twice,
-    and a time per own step in place of per iteration. Ten seconds for 3, then 2 iterations."""
-    run, timers = Run(log_interval=2, tensorboard_log_interval=1), Timers()
-    lines: list[Any] = []
-    step = logging(run, timers, lines)
-    for reported, gathered in ((2, 0), (5, 0), (0, 24), (6, 0), (0, 36)):
-        run.step(reported, gathered)
-        step()
-    assert lines == [
-        (2, 10),
-        (4, 10, "tensorboard", 5.0),
-        (5, 10, "tensorboard"),
-        (6, 10, "tensorboard", 5.0),
-        (8, 10, "tensorboard", 5.0),
-    ]
-    assert timers.normalizers == [2, 2, 1]  # timers are per step of this replica
-    assert (run.args.log_interval, run.args.tensorboard_log_interval) == (2, 1)
-    assert "elapsed" not in vars(timers) and "log" not in vars(timers)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -25,7 +25,7 @@ from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.loss_check import LossVerdict
-from megatron_edit.method.outer import CLIP_EPSILON, Nesterov
+from megatron_edit.method.outer import Nesterov
 from tests.harness.memory_network import CPU, Network, two_phase_groups
 
 anything: Any = SimpleNamespace
@@ -78,22 +78,6 @@ def begin(
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_outer_step_changes_anchor_and_momentum(weight: float, offload: bool) -> None:
-    """Also with offload. Catches a weight that is ignored, and state that is not stored back."""
-    plan, groups = plan_of(), groups_with()
-    outer = outer_of(plan, offload=offload)
-    unit = begin(plan, outer, groups, decision_of(weight=weight), DIRECT_COPY)
-    result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
-    assert unit.land(DIRECT_COPY, is_finite=True) is False
-    moved = -0.5 * (weight + 0.8 * weight)
-    assert outer.units["layer.1"].momentum.tolist() == pytest.approx([weight] * 3)
-    assert outer.units["layer.1"].anchor.tolist() == pytest.approx([moved] * 3)
-    assert plan.shards[0].gather(torch.empty(3)).tolist() == pytest.approx([moved] * 3)
-    assert float(result.norm) == pytest.approx(weight * 3**0.5) and float(result.clip) == 1.0
-
-
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("is_rolled_back", [False, True])
 def test_preview_is_the_digest_after_the_step(offload: bool, is_rolled_back: bool) -> None:
     """Computing it changes nothing. Catches a digest of the state before the step."""
@@ -109,58 +93,6 @@ def test_preview_is_the_digest_after_the_step(offload: bool, is_rolled_back: boo
     unit.step(groups, rules)
     assert int(outer.digests(plan.shards)[0]) == digest
     assert (digest == int(before)) is is_rolled_back
-
-
-def test_roll_back_keeps_anchor_and_momentum() -> None:
-    """All replicas are rejected. Catches a momentum that decays, or takes in the average."""
-    plan, groups = plan_of(), groups_with()
-    outer = outer_of(plan)
-    outer.units["layer.1"].momentum.fill_(3.0)
-    unit = begin(plan, outer, groups, decision_of(anomalous=True, rollback=True), DELAYED)
-    assert unit.advance(groups, Wire.of("fp32"))
-    unit.step(groups, SyncRules(RULE, 1.0, DELAYED))
-    assert unit.land(DELAYED, is_finite=True)
-    assert outer.units["layer.1"].momentum.tolist() == [3.0] * 3
-    assert outer.units["layer.1"].anchor.tolist() == [0.0] * 3
-    assert plan.shards[0].gather(torch.empty(3)).tolist() == [0.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("is_anomalous", "is_finite"), [(False, True), (True, True), (False, False)]
-)
-def test_delayed_landing_keeps_progress_of_accepted_replicas_only(
-    is_anomalous: bool, is_finite: bool
-) -> None:
-    """Catches a rejected or no longer finite replica that keeps its progress."""
-    plan, groups = plan_of(), groups_with()
-    outer = outer_of(plan)
-    decision = decision_of(weight=0.0 if is_anomalous else 1.0, anomalous=is_anomalous)
-    unit = begin(plan, outer, groups, decision, DELAYED)
-    plan.shards[0].scatter(torch.full((3,), -1.5))  # further training
-    unit.step(groups, SyncRules(RULE, None, DELAYED))
-    has_bad_moments = unit.land(DELAYED, is_finite=is_finite)
-    anchor = outer.units["layer.1"].anchor.tolist()
-    assert anchor == pytest.approx([0.0 if is_anomalous else -0.9] * 3)
-    counted = is_finite and not is_anomalous
-    theta = plan.shards[0].gather(torch.empty(3)).tolist()
-    assert theta == pytest.approx([-1.4] * 3 if counted else anchor)
-    assert has_bad_moments is (not counted)
-
-
-def test_clip_uses_the_norm_over_all_ranks_of_the_stage() -> None:
-    """Catches a clip of each shard by its own norm."""
-
-    def with_another(mine: Tensor) -> Tensor:
-        return torch.stack([mine, mine + 13.0])
-
-    plan, groups = plan_of(), groups_with(with_another)
-    outer = outer_of(plan)
-    unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
-    result = unit.step(groups, SyncRules(RULE, 2.0, DIRECT_COPY))
-    norm = (3.0 + 16.0) ** 0.5
-    assert float(result.norm) == pytest.approx(norm)
-    assert float(result.clip) == pytest.approx(2.0 / (norm + CLIP_EPSILON))
-    assert outer.units["layer.1"].momentum.tolist() == pytest.approx([2.0 / norm] * 3)
 
 
 def test_averages_of_copies_are_taken_from_the_first_rank() -> None:
