@@ -269,7 +269,6 @@ def test_runs_are_paired_by_seed() -> None:
     assert quotients({1: 3.0, 2: 5.0}, {1: 2.0, 2: 0.0}) == [1.5]
     spread = Spread.of([1.0, None, 3.0])
     assert spread == Spread(2.0, math.sqrt(2), 2)
-    assert spread.text("{:.1f}".format) == "2.0 ± 1.4"
     assert Spread.of([1.0]) == Spread(1.0, None, 1) and Spread.of([None]) is None
 
 
@@ -415,6 +414,14 @@ def test_validation_losses_are_read_from_event_files(tmp_path: Path) -> None:
     (tmp_path / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_run(tmp_path / "console.log", tmp_path, KIND)
     assert found.final_loss == 7.000123456 and [p.loss for p in found.training] == [6.0]
+
+
+def test_run_without_losses_has_no_curves(tmp_path: Path) -> None:
+    """Every step of fp16 may have been skipped, so that no loss is logged."""
+    (run,) = make_plan(SETTING, parse_entries("edit", with_ideal=False), ())
+    reading = replace(made_up(5.0, 80.0), training=(), validation=(), final_loss=None)
+    page = write_report(tmp_path, ComparisonResult((run,), {run: reading}, {}))
+    assert "<svg" not in page.read_text(encoding="utf-8")
 
 
 def test_report_is_written_if_all_runs_failed(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def _curves(outcome: ComparisonResult) -> list[RunCurves]:
 
 def _curves_of(label: str, reading: Reading, *, is_synchronous: bool) -> RunCurves:
     points = sorted((*reading.training, *reading.validation), key=lambda point: point.iteration)
+    if not points:
+        return RunCurves(label)
     sent: list[tuple[int, float]] = [*reading.syncs, (reading.iterations, 0)]  # flat to the end
     if is_synchronous:
         steps = range(reading.warmup_steps + 1, reading.iterations + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -26,11 +26,6 @@ class Spread:
         if not all(map(math.isfinite, known)):  # a run that diverged
             return cls(math.nan, None, len(known))
         return cls(fmean(known), stdev(known) if len(known) > 1 else None, len(known))
-
-    def text(self, shown: Callable[[float], str]) -> str:
-        """Return the mean, and the deviation where there is one, as text."""
-        spread = "" if self.deviation is None else f" ± {shown(self.deviation)}"
-        return shown(self.mean) + spread
 
 
 def differences[Key: Hashable](

@@ -280,7 +280,8 @@ def compare_charts(runs: Sequence[RunCurves], folder: Path | None = None) -> dic
     width = smoothing_tokens(runs)
     longest = max((float(np.max(run.seconds[1], initial=0)) for run in runs), default=0)
     scale, unit = time_unit(longest)
-    losses = {run.name: run.final_loss for run in runs if run.final_loss is not None}
+    losses = {run.name: run.final_loss for run in runs
+              if run.final_loss is not None and math.isfinite(run.final_loss)}  # fmt: skip
     speeds = {run.name: run.speed for run in runs if run.speed is not None}
     text = "Losses of all runs."
     if losses:
