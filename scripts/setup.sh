@@ -152,7 +152,7 @@ install() {
     echo "torch==$version" >"$venv/constraints.txt"
     # A CPU build has this version, too, so that pip keeps it.
     (cd "$root" &&
-        run_pip install -e '.[megatron,older-megatron,test,report,muon,metrics,mlflow]' -c "$venv/constraints.txt")
+        run_pip install -e '.[megatron,older-megatron,test,report,muon,metrics,mlflow,docs]' -c "$venv/constraints.txt")
     fingerprint >"$stamp"
     say "ready after $((SECONDS - start)) s"
 }
