@@ -1,21 +1,17 @@
 """Groups that form again with other ranks, over the hub's store. Needs torch 2.14.
 
-Would catch: a survivor that waits for a killed or frozen rank, also while groups are formed, ranks
-that number themselves otherwise, and a group that mixes two epochs.
+Would catch: a rank that waits for a lost one while groups are formed.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import secrets
-import signal
 import threading
 import time
 from collections import deque
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,92 +34,6 @@ pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 TIMEOUT = timedelta(seconds=20)
 FORM_TIMEOUT = timedelta(seconds=120)
 ANYTHING: Any = None
-
-
-def serve(address: HubAddress, number: int, pipe: Connection) -> None:
-    """A rank: it forms groups and sums over them as it is told."""
-    store = HubStore(StoreClient(address), TIMEOUT)
-    group = EpochGroup(store, number, "127.0.0.1", TIMEOUT)
-    while True:
-        what, *given = pipe.recv()
-        try:
-            pipe.send(answer(group, what, given))
-        except (ReplicaLostError, RuntimeError) as error:
-            pipe.send(error.__class__.__name__)
-
-
-def answer(group: EpochGroup, what: str, given: list[Any]) -> Any:
-    if what == "handle":
-        return group.handle
-    if what == "form":
-        group.form(*given)
-        return group.process_group.rank(), group.process_group.size()
-    values = torch.full((given[0],), float(given[1]))
-    work = group.process_group.allreduce([values])
-    while not work.is_completed():  # never wait on it: a lost peer would be waited for
-        time.sleep(0.001)
-    work.wait()
-    return float(values[0])
-
-
-class Ranks:
-    """Three ranks in processes of their own."""
-
-    def __init__(self, address: HubAddress) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for number in range(3):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(address, number, there), daemon=True)
-            process.start()
-            self.pipes.append(here)
-            self.processes.append(process)
-
-    def tell(self, ranks: list[int], *what: Any, each: Any = None) -> None:
-        for rank in ranks:
-            self.pipes[rank].send((*what, *(() if each is None else (each(rank),))))
-
-    def hear(self, ranks: list[int], seconds: float = 60.0) -> list[Any]:
-        found = []
-        for rank in ranks:
-            assert self.pipes[rank].poll(seconds), f"rank {rank} does not answer"
-            found.append(self.pipes[rank].recv())
-        return found
-
-    def ask(self, ranks: list[int], *what: Any, each: Any = None) -> list[Any]:
-        self.tell(ranks, *what, each=each)
-        return self.hear(ranks)
-
-    def form(self, uuid: int, ranks: list[int]) -> list[Any]:
-        return self.ask(ranks, "form", uuid, self.ask(ranks, "handle"))
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join(10)
-
-
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_survivors_form_again_without_a_lost_rank(tmp_path: Path, fault: signal.Signals) -> None:
-    with running_hub(tmp_path) as (_, address):
-        ranks = Ranks(address)
-        try:
-            assert ranks.form(1, [0, 1, 2]) == [(0, 3), (1, 3), (2, 3)]
-            assert ranks.ask([0, 1, 2], "sum", 1000, each=float) == [3.0] * 3
-            os.kill(ranks.processes[1].pid or 0, fault)
-            if fault is signal.SIGKILL:
-                ranks.tell([0, 2], "sum", 1_000_000, each=float)
-                assert ranks.hear([0, 2]) == ["RuntimeError"] * 2
-            began = time.monotonic()
-            assert ranks.form(2, [2, 0]) == [(0, 2), (1, 2)]
-            assert time.monotonic() - began < 2.0
-            assert ranks.ask([0, 2], "sum", 1_000_000, each=float) == [2.0] * 2
-            if fault is signal.SIGSTOP:
-                os.kill(ranks.processes[1].pid or 0, signal.SIGCONT)
-                assert ranks.form(3, [0, 1, 2]) == [(0, 3), (1, 3), (2, 3)]
-                assert ranks.ask([0, 1, 2], "sum", 1000, each=float) == [3.0] * 3
-        finally:
-            ranks.end()
 
 
 class Orders:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_edit.config import EditConfig
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from tests.distributed.test_rounds import SIZES, Moves, make_moves
-from tests.distributed.toy import shard_slices
+from tests.distributed.toy import build_engine, shard_slices, with_outer
 from tests.harness import RankResult, run_ranks
 from tests.reference.wire import AllReduce
 
-SCENARIO = "tests.distributed.moment_scenarios:run_moments"
+SCENARIO = "tests.distributed.test_moment_exchange:run_moments"
 KINDS = {FIRST_MOMENT: "log8", SECOND_MOMENT: "ulog8"}
 BOTH = {"average_moments": "both", "no_anomaly": True}
 
@@ -188,3 +189,54 @@ def test_one_replica_keeps_its_own_moments() -> None:
     results = run({**BOTH, "sync_interval": 1}, (1, 1), start, moves, moments)
     for step, expected in enumerate(expected_moments(moments, {}, 1, 1)):
         assert_moments(results, step, expected, 1)
+
+
+# ---- Functions that the ranks of the moment tests run: a toy host with moments, step by step
+
+
+Values = dict[str, Any]  # by unit
+
+
+def run_moments(
+    settings: dict[str, Any],
+    sizes: dict[str, int],
+    start: Values,
+    moves: list[list[Values]],
+    moments: list[list[dict[str, Values]]],
+) -> list[dict[str, Any]]:
+    """Move by `moves[step][replica]` and add `moments[step][replica]` to the moments; then sync.
+
+    Returns:
+        One record per step: this rank's slices of moments and parameters after it, by unit, the
+        bytes sent and reported, and the calls of `set_local_training`.
+    """
+    config = EditConfig(use_edit=True, digest_interval=1, warmup_steps=0, **with_outer(settings))
+    engine, host, reporter = build_engine(config, sizes, start)
+    engine.start()
+    replica, records = engine.groups.sync.rank, []
+    host.moments = {kind: {n: values * 0 for n, values in host.full.items()} for kind in KINDS}
+    for step, (move, change) in enumerate(zip(moves, moments, strict=True), start=1):
+        host.is_last = step == len(moves)
+        engine.before_step()
+        host.move(move[replica])
+        kept = dict(host.moments)
+        for kind in KINDS:
+            host.set_moments(kind, change[replica][kind])
+            for name, values in host.moments[kind].items():
+                values += kept[kind][name]
+        engine.after_step()
+        sync = engine.groups.sync
+        records.append(
+            {
+                "slices": host.slices,
+                "theta": {n: values.numpy().copy() for n, values in host.full.items()},
+                **{
+                    kind: {n: each.numpy().copy() for n, each in host.moments[kind].items()}
+                    for kind in KINDS
+                },
+                "sent": sync.payload_bytes + engine.groups.meeting.payload_bytes,
+                "reported": [report.wire_bytes for report in reporter.syncs],
+                "is_local": list(host.is_local),
+            }
+        )
+    return records

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_edit.comm.wire import Wire
-from tests.distributed.phase_scenarios import ALL_REPLICAS
+from megatron_edit.comm import timeouts
+from megatron_edit.config import EditConfig
+from megatron_edit.constants import FIRST_MOMENT
+from tests.distributed.toy import build_engine
 from tests.harness import run_ranks
-from tests.reference.wire import AllReduce, Residuals
 
-MODULE = "tests.distributed.phase_scenarios"
+MODULE = "tests.distributed.test_phases"
 FIRST = [1.0, math.nan, 4.0]
 SECOND = [3.0, 6.0, math.inf]
 COUNTERS = {"step": 8.0, "of 0": 3.0}  # of replica 0
@@ -54,37 +58,6 @@ def test_final_moments_are_the_mean_of_accepted_replicas(nonfinite: list[int]) -
     assert len({str(result.value["moments"]) for result in results}) == 1
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_encoded_gradients_are_averaged_in_both_phases(dtype: str, replicas: int) -> None:
-    """Bit for bit as the reference over sockets, with error feedback that begins at zero in each
-    phase; local steps send nothing. Catches residuals of the warm-up in the final phase."""
-    rng, numels = np.random.default_rng(1), (700, 5)
-    drawn = rng.standard_normal((replicas, 6, sum(numels))).astype(np.float32)
-    gradients = [[[row[:700], row[700:]] for row in mine] for mine in drawn]
-    lists = [[[s.tolist() for s in step] for step in mine] for mine in gradients]
-    results = run_ranks(
-        f"{MODULE}:average_in_phases", replicas, (lists, {"warmup_dtype": dtype}), check=True
-    )
-    has_residual, share = dtype == "int8", np.float32(1 / replicas)
-    announced = sum(Wire.of(dtype).payload_bytes(numel, replicas) for numel in numels)
-    residuals: list[Residuals | None] = []
-    for step in range(6):
-        if step in (0, 4):
-            residuals = [Residuals.zeros(replicas, n) if has_residual else None for n in numels]
-        for shard in range(2):
-            addends = [mine[step][shard] * share for mine in gradients]
-            is_local = step in (2, 3)
-            average = None if is_local else AllReduce(addends).sum(dtype, residuals[shard])
-            for replica, result in enumerate(results):
-                expected = gradients[replica][step][shard] if average is None else average
-                np.testing.assert_array_equal(result.value["gradients"][step][shard], expected)
-    for result in results:
-        assert result.value["bytes"] == [announced] * 2 + [0, 0] + [announced] * 2
-        kept = 2 * has_residual
-        assert result.value["residuals"] == [kept, 0, 0, 0, kept, kept]
-
-
 def test_moments_are_reset_where_one_replica_has_none() -> None:
     """One has applied no step: all reset their moments."""
     results = run_ranks(f"{MODULE}:end_rounds", 2, ([FIRST, None], {}), check=True)
@@ -120,3 +93,109 @@ def test_adacomm_interval_follows_the_loss(ranks: int) -> None:
         start, length = end, math.ceil(4 * math.sqrt(loss / first))
     assert [result.value for result in results] == [expected] * (2 * ranks)
     assert len(set(np.diff(expected))) > 1
+
+
+# ---- Functions that ranks run in the tests of the final synchronous phase and of `adacomm`
+
+
+SIZES = {"embedding": 13, "final": 3}
+ALL_REPLICAS = -2
+START = {name: [0.5] * size for name, size in SIZES.items()}
+
+
+def end_rounds(
+    values: list[list[float] | None], settings: dict[str, Any], nonfinite: int = -1
+) -> dict[str, Any]:
+    """Make three local steps and then two in the final phase.
+
+    Args:
+        values: the first moment of the unit "final", by replica; None where it has no moments.
+        settings: of the run.
+        nonfinite: replica whose unit "final" is not finite at the last sync, or `ALL_REPLICAS`.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=2, digest_interval=1,
+                        num_replicas=len(values), **settings)  # fmt: skip
+    engine, host, reporter = build_engine(config, SIZES, START)
+    engine.start()
+    replica = engine.groups.sync.rank
+    own = values[replica]
+    if own is not None:
+        host.set_moments(FIRST_MOMENT, {"embedding": [0.0] * 13, "final": own})
+    host.counters = {"step": 8.0 * (replica + 1), f"of {replica}": 3.0 + replica}
+    host.schedule_position = 10 - replica
+    phases = []
+    for step in range(1, 6):
+        host.begins_final = step >= 3
+        # Only replica 0 applies the last local step, which advances its schedule.
+        host.pending_schedule = 2 if step == 3 and replica == 0 else 0
+        engine.before_step()
+        if step <= 3:  # afterwards gradients are averaged: a toy has none
+            host.move({name: [0.1 * (replica + step)] * size for name, size in SIZES.items()})
+        if step == 3 and nonfinite in (replica, ALL_REPLICAS):
+            host.full["final"][0] = float("nan")
+        engine.after_step()
+        engine.record_loss(float(step))
+        if step == 3:
+            schedule = host.schedule_position + host.pending_schedule
+        phases.append((engine.status.is_warmup, engine.status.is_final_phase))
+    moments = host.moments.get(FIRST_MOMENT, {})
+    return {
+        "phases": phases,
+        "theta": {name: value.tolist() for name, value in host.full.items()},
+        "moments": moments["final"].tolist() if moments else [],
+        "counters": host.counters,
+        "schedule": schedule,
+        "is_local": host.is_local,
+        "is_reset": host.is_reset,
+        "sync_steps": [report.step for report in reporter.syncs],
+        "loss_steps": [step for step, _ in reporter.losses],
+        "messages": reporter.messages,
+        "has_outer": engine.syncs.has_outer_state,
+    }
+
+
+def follow_losses(losses: list[list[float]], tau: int) -> list[int]:
+    """Train with `adacomm`; returns the steps after which replicas sync.
+
+    Args:
+        losses: by replica and step.
+        tau: interval of the first round.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=tau, interval="adacomm",
+                        num_replicas=len(losses))  # fmt: skip
+    engine, _, reporter = build_engine(config, SIZES, START)
+    engine.start()
+    mine = losses[engine.groups.sync.rank]
+    has_loss = engine.groups.control.rank == engine.groups.control.size - 1  # the last stage
+    for loss in mine:
+        engine.before_step()
+        engine.after_step()
+        engine.record_loss(loss if has_loss else float("nan"))
+    return [report.step for report in reporter.syncs]
+
+
+def wait_in_warmup(seconds: list[float], minimum: float) -> list[float]:
+    """Make three steps of the warm-up and one after it, of unequal length.
+
+    Args:
+        seconds: of a step, by replica.
+        minimum: lower bound of time-outs, instead of ten minutes.
+
+    Returns:
+        The time-out after each step.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=3, sync_interval=8, num_replicas=len(seconds))
+    engine, _, _ = build_engine(config, SIZES, START)
+    engine.start()
+    timeouts.MIN_TIMEOUT_SECONDS = minimum  # type: ignore[attr-defined]
+    for group in (engine.groups.sync, engine.groups.meeting):
+        timeouts.set_timeout(group, timedelta(seconds=minimum))
+    found = []
+    for _ in range(4):
+        engine.before_step()
+        time.sleep(seconds[engine.groups.sync.rank])
+        engine.before_gradients()
+        engine.average_gradients()
+        engine.after_step()
+        found.append(engine.status.timeout_seconds)
+    return found

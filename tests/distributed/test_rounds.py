@@ -1,17 +1,26 @@
-"""The engine over real process groups against the NumPy oracle: rounds, odd sizes, faults."""
+"""The engine over real process groups against the NumPy oracle: rounds, sizes, faults, costs."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_edit.config import EditConfig
+from megatron_edit.engine import EditEngine
+from megatron_edit.engine.rounds.meeting import size_of_record
+from megatron_edit.errors import DriftError
+from tests.distributed.toy import build_engine, with_outer
 from tests.harness import RankResult, run_ranks
 from tests.reference.oracle import EditOracle, OracleSettings
 
 SIZES = {"embedding": 130, "layer.1": 33, "layer.2": 7, "final": 1}
-SCENARIO = "tests.distributed.scenarios:run_rounds"
+SCENARIO = "tests.distributed.test_rounds:run_rounds"
 _ORACLE_NAMES = {
     "anomaly_warmup_syncs": "warmup_syncs",
     "anomaly_threshold": "threshold",
@@ -208,38 +217,294 @@ def test_difference_is_found_before_anything_changes(
     ranks: int, fragments: int, what: str, place: str
 ) -> None:
     """All ranks of all replicas end with the same error, and hold the state before the round."""
-    scenario = "tests.distributed.scenarios:differ_before_commit"
+    scenario = "tests.distributed.test_rounds:differ_before_commit"
     for result in run_ranks(scenario, 2 * ranks, (what, fragments), check=True):
         assert result.value["message"] == f"the replicas differ before round 2 was applied {place}"
         assert result.value["is_unchanged"]
 
 
-def test_replicas_start_from_replica_0() -> None:
-    """Catches: starts that are only compared, or broadcast over the wrong group."""
-    results = run_ranks("tests.distributed.scenarios:start_from_different_values", 4, check=True)
-    values = [result.value for result in results]
-    # ranks 0, 1 are replica 0, with slices of 0.0 and 1.0; ranks 2, 3 take these values
-    assert values == [[0.0] * 3, [1.0] * 2, [0.0] * 3, [1.0] * 2]
-
-
-def test_rounding_differences_are_removed_at_the_switch() -> None:
-    """Hardware may round differently: replica 0's parameters are broadcast, and that is logged."""
-    scenario = "tests.distributed.scenarios:switch_with_rounding_difference"
-    results = run_ranks(scenario, 2, check=True)
-    for result in results:
-        messages, theta = result.value
-        assert theta == [1.0, 2.0, 3.0]
-        assert any("rounded differently" in text for text in messages)
-
-
-def test_learning_rate_schedules_are_aligned_at_a_sync() -> None:
-    """A replica that skipped steps (fp16) must not keep another learning rate."""
-    results = run_ranks("tests.distributed.scenarios:sync_with_schedule_lag", 2, (8,), check=True)
-    assert [result.value for result in results] == [100, 100]
-
-
 def test_replica_missing_at_a_sync_is_named() -> None:
     """A hang of one replica is an error with its number and the round."""
-    results = run_ranks("tests.distributed.scenarios:miss_a_sync", 2, timeout=60, grace=1)
+    results = run_ranks("tests.distributed.test_rounds:miss_a_sync", 2, timeout=60, grace=1)
     assert results[0].returncode == 1
     assert "replica 1 did not reach the sync of round 1" in results[0].stderr
+
+
+# ---- Functions of the distributed tests. Each runs on every rank
+
+
+Record = dict[str, Any]
+
+
+def run_rounds(
+    settings: dict[str, Any],
+    sizes: dict[str, int],
+    start: dict[str, Any],
+    displacements: list[list[dict[str, Any]]],
+) -> list[Record]:
+    """Make rounds of one step: move by `displacements[round][replica]`, then sync.
+
+    Returns:
+        One record per round: the decision of the sync, and this rank's shards after it.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=1, digest_interval=1,
+                        **with_outer(settings))  # fmt: skip
+    engine, host, reporter = build_engine(config, sizes, start)
+    engine.start()
+    replica = engine.groups.sync.rank
+    records = []
+    for moves in displacements:
+        engine.before_step()
+        host.move(moves[replica])
+        engine.after_step()
+        report = reporter.syncs[-1]
+        records.append(
+            {
+                "norms": report.decision.norms.numpy(),
+                "z": report.decision.verdict.scores.numpy(),
+                "anomalous": report.decision.verdict.anomalous.numpy(),
+                "weights": report.decision.weights.numpy(),
+                "rollback": report.decision.rollback.numpy(),
+                "clip": report.clip.numpy(),
+                "update_norm": report.update_norm.numpy(),
+                "digest": report.digest,
+                "theta": {name: values.numpy().copy() for name, values in host.full.items()},
+                "anchor": {n: u.anchor.numpy().copy() for n, u in engine.syncs.outer.units.items()},
+                "momentum": {
+                    n: u.momentum.numpy().copy() for n, u in engine.syncs.outer.units.items()
+                },
+                "slices": host.slices,
+                "bytes": _payload(engine),
+                "wire_bytes": report.wire_bytes,
+            }
+        )
+    return records
+
+
+def _payload(engine: EditEngine) -> int:
+    """Return the bytes that this rank has sent to other replicas."""
+    return engine.groups.sync.payload_bytes + engine.groups.meeting.payload_bytes
+
+
+def differ_before_commit(what: str, fragments: int) -> dict[str, Any]:
+    """Sync twice; before the second sync, replica 1's state or plan differs in one place.
+
+    Returns:
+        The error, and whether parameters, anchor and round are as they were before that sync.
+    """
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=fragments,
+                        fragments=fragments, check_commits=True, digest_interval=100)  # fmt: skip
+    sizes = {"embedding": 6, "layer.1": 5, "layer.2": 3, "final": 4}
+    engine, host, _ = build_engine(config, sizes, {n: [1.0] * k for n, k in sizes.items()})
+    engine.start()
+    moves = {name: torch.arange(size) * 0.01 for name, size in sizes.items()}
+    for number in range(2):
+        if number == 1 and engine.groups.sync.rank == 1 and engine.groups.replica.rank == 0:
+            if what == "momentum":
+                engine.syncs.outer.units["layer.2"].momentum[0] += 1e-3
+            elif what == "plan":
+                engine.state.rounds = replace(engine.state.rounds, first_loss=7.0)
+        engine.before_step()
+        host.move(moves)
+        before = {name: values.clone() for name, values in host.full.items()}
+        outer = engine.syncs.outer.units.items()
+        anchors = {name: unit.anchor.clone() for name, unit in outer}
+        count, message = engine.state.rounds.count, ""
+        try:
+            engine.after_step()
+        except DriftError as error:
+            message = str(error)
+    return {
+        "message": message,
+        "is_unchanged": engine.state.rounds.count == count
+        and all(torch.equal(host.full[name], before[name]) for name in sizes)
+        and all(torch.equal(unit.anchor, anchors[name]) for name, unit in outer),
+    }
+
+
+def miss_a_sync() -> None:
+    """Wait at a sync that replica 1 never reaches."""
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1,
+                        timeout_seconds=3.0)  # fmt: skip
+    engine, _, _ = build_engine(config, {"embedding": 2, "final": 3},
+                                {"embedding": [0.0] * 2, "final": [0.0] * 3})  # fmt: skip
+    engine.start()
+    engine.groups.sync.timeout = engine.groups.meeting.timeout = timedelta(seconds=3)
+    if engine.groups.sync.rank == 1:
+        import time
+
+        time.sleep(3600)
+        return
+    engine.before_step()
+    engine.after_step()
+
+
+class _Counter:
+    """A process group that counts the collectives issued on it, by name."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.counts: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+        if name not in ("allgather", "allreduce", "broadcast"):
+            return method
+
+        def counted(*args: Any) -> Any:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            return method(*args)
+
+        return counted
+
+
+def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Record:
+    """Count collectives and bytes of one sync without a drift check."""
+    names = ["embedding", *(f"layer.{i + 1}" for i in range(num_layers)), "final"]
+    config = EditConfig(use_edit=True, num_replicas=num_replicas, warmup_steps=0, sync_interval=1)
+    zeros = torch.zeros(unit_numel)
+    engine, host, _ = build_engine(
+        config, dict.fromkeys(names, unit_numel), dict.fromkeys(names, zeros)
+    )
+    engine.start()
+    counters = {}
+    for name in ("sync", "meeting", "replica"):
+        group = getattr(engine.groups, name)
+        group.process_group = counters[name] = _Counter(group.process_group)
+    engine.before_step()
+    host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
+    before = _payload(engine)
+    engine.after_step()
+    nbytes = size_of_record(engine.host, engine.state, has_digests=False)
+    table = nbytes * (num_replicas - 1)
+    return {
+        **{name: counter.counts for name, counter in counters.items()},
+        "bytes": _payload(engine) - before,
+        "control_bytes": table,
+        "numel": host.plan.numel,
+    }
+
+
+def run_rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> list[Record]:
+    """Make rounds of two steps with the loss `losses[round][replica]` in both of them.
+
+    Only the last rank of a replica has its loss, as with pipeline stages, and only after the step
+    and its sync, as in Megatron.
+
+    Returns:
+        The decision of each sync, as this rank saw it.
+    """
+    config = EditConfig(use_edit=True, num_replicas=len(losses[0]), warmup_steps=0,
+                        digest_interval=1, **{"sync_interval": 2, **settings})  # fmt: skip
+    sizes = {"embedding": 4, "layer.1": 5, "final": 3}
+    engine, host, reporter = build_engine(config, sizes, {n: [0.0] * s for n, s in sizes.items()})
+    engine.start()
+    replica, control = engine.groups.sync.rank, engine.groups.control
+    has_loss = control.rank == control.size - 1
+    for own in (row[replica] for row in losses):
+        for _ in range(2):
+            engine.before_step()
+            host.move({name: [1.0 + replica] * size for name, size in sizes.items()})
+            engine.after_step()
+            engine.record_loss(own if has_loss else float("nan"))
+    engine.finish()
+    return [
+        {
+            "units": list(report.units),
+            "why": report.decision.reasons(),
+            "round_loss": report.decision.loss.losses.tolist(),
+            "weights": report.decision.weights.tolist(),
+            "rollback": report.decision.rollback.tolist(),
+            "digest": report.digest,
+        }
+        for report in reporter.syncs
+    ]
+
+
+# ---- Costs of a sync: linear bytes, one gather of records, one scalar gather per unit
+
+
+COUNTING = "tests.distributed.test_rounds:count_messages"
+
+
+@pytest.mark.parametrize("num_layers", [4, 16, 64])
+def test_number_of_messages_depends_only_on_units(num_layers: int) -> None:
+    """Catches records per unit, a message per parameter, or more messages inside the replica."""
+    units = num_layers + 2
+    for result in run_ranks(COUNTING, 4, (2, num_layers, 20_000), check=True):
+        counts = result.value
+        assert counts["sync"] == {"allreduce": units}
+        assert counts["meeting"] == {"allgather": 1}
+        assert counts["replica"] == {"allgather": 1 + units}  # norms once, then a scalar each
+        assert counts["control_bytes"] <= 0.01 * counts["bytes"]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_bytes_per_replica_grow_as_in_a_ring(num_replicas: int) -> None:
+    """2 (N - 1) / N of 4 bytes per parameter from every replica, and the control records."""
+    for result in run_ranks(COUNTING, num_replicas, (num_replicas, 4, 20_000), check=True):
+        counts = result.value
+        payload = 2 * (num_replicas - 1) * 4 * counts["numel"] // num_replicas
+        assert counts["bytes"] - counts["control_bytes"] == pytest.approx(payload, abs=100)
+
+
+# ---- The loss check over real process groups: a burst of bad loss on one replica
+
+
+WITH_LOSSES = "tests.distributed.test_rounds:run_rounds_with_losses"
+NUM_ROUNDS, FIRST_BAD, NUM_BAD = 16, 12, 2  # a burst of two complete rounds
+
+
+def losses_of(num_replicas: int) -> list[list[float]]:
+    """Losses `[round][replica]`: small differences, and a burst on replica 1."""
+    return [
+        [
+            3.0 + 0.01 * ((round_ + replica) % 3) + (4.0 if replica == 1 and is_bad else 0.0)
+            for replica in range(num_replicas)
+        ]
+        for round_ in range(NUM_ROUNDS)
+        for is_bad in [FIRST_BAD <= round_ < FIRST_BAD + NUM_BAD]
+    ]
+
+
+def run(num_replicas: int, ranks: int, **settings: Any) -> list[list[dict[str, Any]]]:
+    """The decisions of all syncs, by rank."""
+    args = (losses_of(num_replicas), settings)
+    results = run_ranks(WITH_LOSSES, num_replicas * ranks, args, check=True)
+    return [result.value for result in results]
+
+
+@pytest.mark.parametrize(("num_replicas", "ranks"), [(3, 1), (3, 2), (2, 1)])
+def test_loss_burst_is_rejected_at_its_first_sync(num_replicas: int, ranks: int) -> None:
+    """Catches: a rank without the loss that decides differently, a late or missing rejection."""
+    seen = run(num_replicas, ranks)
+    for syncs in seen:
+        for number, sync in enumerate(syncs):
+            assert sync["why"] == seen[0][number]["why"]
+            assert sync["digest"] == seen[0][number]["digest"]
+            assert not any(sync["rollback"])
+            # The loss of a round's last step is known only after its sync.
+            is_rejected = FIRST_BAD <= number <= FIRST_BAD + NUM_BAD
+            expected = ["loss" if is_rejected and r == 1 else None for r in range(num_replicas)]
+            assert sync["why"] == [expected] * 3, number
+            assert (sync["weights"][1] == [0.0] * 3) == is_rejected
+    assert seen[0][0]["round_loss"][1] == pytest.approx(3.01)  # of its first step only
+    assert seen[0][FIRST_BAD]["round_loss"][1] == pytest.approx(5.01, abs=0.02)
+
+
+@pytest.mark.parametrize("switch", ["no_loss_check", "no_anomaly"])
+def test_disabled_loss_check_rejects_nothing(switch: str) -> None:
+    """The losses are still reported."""
+    for syncs in run(3, 1, **{switch: True}):
+        assert all(sync["why"] == [[None] * 3] * 3 for sync in syncs)
+        assert not any(math.isnan(loss) for sync in syncs for loss in sync["round_loss"])
+
+
+def test_loss_check_with_delayed_syncs_and_fragments() -> None:
+    """Losses are judged at the meeting, for the units that sync; reported at the landing."""
+    for syncs in run(3, 1, sync_interval=4, fragments=2, delay_steps=1):
+        rejected = [sync for sync in syncs if any("loss" in row for row in sync["why"])]
+        assert rejected and all(
+            row == [None, "loss", None] for sync in rejected for row in sync["why"]
+        )
+        assert {len(sync["units"]) for sync in syncs[:-1]} == {1, 2}

@@ -9,7 +9,7 @@ from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import SYNC_DTYPES
 from tests.distributed.strategy_runs import Frame, Settings, run_both
 from tests.distributed.test_rounds import SIZES, make_moves
-from tests.distributed.test_strategies_timed import replay
+from tests.distributed.test_strategies import replay
 from tests.distributed.toy import shard_slices
 from tests.harness import RankResult, run_ranks
 
@@ -72,7 +72,7 @@ def test_aedit_is_close_to_the_oracle(wire: str) -> None:
     start, rows = make_moves(60, 2, seed=6)
     moves = [list(column) for column in zip(*rows, strict=True)]
     args = (config, SIZES, start, moves, (1.0, 3.0), 60)
-    results = run_ranks("tests.distributed.strategy_scenarios:run_timed", 2, args, check=True)
+    results = run_ranks("tests.distributed.strategy_runs:run_timed", 2, args, check=True)
     syncs = results[0].value[1]
     assert len(syncs) >= 3 and any(len(set(counts)) > 1 for _, counts in syncs)
     _, simulation = replay({}, moves, start, syncs)
