@@ -150,14 +150,14 @@ def _known_speed(replica: Replica) -> float:
 
 
 def sync_table(run: MonitoredRun, most: int) -> Table:
-    """Return the table of the last syncs."""
+    """Return the table of the last syncs; its cells have no spaces at which a terminal wraps."""
     head = ("sync", "iteration", "norms", "effective", "clip", "left out", "rolled back",
             "wait ms", "exposed ms", "total ms", "MB sent")  # fmt: skip
     rows = [
         [
             f"{sync.round:,}", f"{sync.iteration:,}",
-            f"{number(sync.norm_min)} - {number(sync.norm_max)}",
-            f"{number(sync.effective, '.2f')} of {sync.num_replicas}", number(sync.clip, ".2f"),
+            f"{number(sync.norm_min)}-{number(sync.norm_max)}",
+            f"{number(sync.effective, '.2f')}/{sync.num_replicas}", number(sync.clip, ".2f"),
             str(sync.anomalies), str(sync.rollbacks), milliseconds(sync.wait),
             milliseconds(sync.exposed), milliseconds(sync.total), megabytes(sync.wire_bytes),
         ]

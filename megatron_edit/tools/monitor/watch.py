@@ -27,6 +27,7 @@ from megatron_edit.tools.monitor.summary import (
 from megatron_edit.tools.pages import Table
 from megatron_edit.tools.pages.texts import duration, number
 
+LEFT_OUT = ("on average", "weight", "total ms")  # columns of the page: too wide
 NUM_REPLICAS_SHOWN, NUM_SYNCS_SHOWN, NUM_CHANGES_SHOWN = 8, 6, 4
 STATE_STYLES: Mapping[str, str] = {
     "running": "green", "finished": "green", "lost": "yellow", "stopped": "yellow",
@@ -81,8 +82,9 @@ def _table(table: Table) -> RenderableType:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1),
         caption=table.caption or None, caption_justify="left",
     )  # fmt: skip
-    for title in table.head:
-        shown.add_column(title, justify="right")
+    places = [place for place, title in enumerate(table.head) if title not in LEFT_OUT]
+    for place in places:
+        shown.add_column(table.head[place], justify="right")
     for row in table.rows:
-        shown.add_row(*map(escape, row))
+        shown.add_row(*(escape(row[place]) for place in places))
     return shown
