@@ -67,13 +67,13 @@ def break_writers() -> None:
     """A `before` hook: TensorBoard fails from its 30th scalar on, W&B from its 10th call."""
     from torch.utils.tensorboard import SummaryWriter
 
-    from tests.host import spy_wandb
+    from tests.host.spy_wandb import Wandb, stub
 
-    spy_wandb.stub()
+    stub()
     _fail_from(SummaryWriter, "add_scalar", 30)
     _fail_from(SummaryWriter, "flush", 1)
-    _fail_from(spy_wandb.Wandb, "log", 10)
-    _fail_from(spy_wandb.Wandb, "finish", 1)
+    _fail_from(Wandb, "log", 10)
+    _fail_from(Wandb, "finish", 1)
 
 
 def _fail_from(owner: type, name: str, first: int) -> None:

@@ -16,10 +16,10 @@ from megatron_edit.checkpoint.manifest import read_manifest
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, cached_run, run_edit
-from tests.host.spy_auto import WARMUP
+from tests.host.spy_state import WARMUP
 from tests.host.test_resume import assert_continues, assert_same_syncs
 
-HOOK = "tests.host.spy_auto:record_all"
+HOOK = "tests.host.spy_state:record_with_fixed_measurements"
 AUTO: Flags = {
     "edit_auto": True, "edit_sync_interval": None, "edit_warmup_steps": WARMUP, "train_iters": 92
 }  # fmt: skip

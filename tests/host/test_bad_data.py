@@ -12,7 +12,7 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, cached_run, run_edit
 
-HOOK = "tests.host.spy_bad_data:feed_random_tokens"
+HOOK = "tests.host.spy_faults:feed_random_tokens"
 # Two steps of warm-up, a sync every three: after steps 5, 8, ..., 29 there are nine values.
 BURST = (33, 36)
 STEPS, REPLICAS = 44, 3

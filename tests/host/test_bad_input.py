@@ -130,7 +130,7 @@ def test_warmup_as_long_as_training_warns(tmp_path: Path) -> None:
 def test_lack_of_memory_for_the_rounds_is_refused_at_the_start(tmp_path: Path) -> None:
     """On one rank; all end. Catches a run that trains a warm-up of a thousand steps first."""
     done = run_edit(
-        tmp_path, 2, 2, before="tests.host.spy_failure:lack_memory", check=False, grace=30
+        tmp_path, 2, 2, before="tests.host.spy_faults:lack_memory", check=False, grace=30
     ).result
     assert [rank.returncode for rank in done.ranks] == [2, 2]
     lines = [x for r in done.ranks for x in r.stderr.splitlines() if "megatron_edit: " in x]

@@ -77,7 +77,7 @@ def test_stop_saves_state_of_all_replicas(tmp_path: Path, policy: str, step: str
     }
     env = {**STOP, "SPY_STEP": step}
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env,
+        new_folder(tmp_path / "a"), 4, 2, before="tests.host.spy_state:record_all", env=env,
         save=saves, save_interval=1000, exit_signal_handler=True, **flags,
     )  # fmt: skip
     kept = manifest(saves, newest(saves))

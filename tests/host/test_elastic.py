@@ -13,7 +13,7 @@ from tests.host.runs import EditRun, cached_run, run_edit
 from tests.host.test_aedit import AEDIT
 from tests.host.test_metrics import scalars_of
 
-HOOK = "tests.host.spy_resume:record_all"
+HOOK = "tests.host.spy_state:record_all"
 pytestmark = pytest.mark.timeout(300)
 BATCH = 12
 FLAGS: Flags = {"global_batch_size": BATCH, "micro_batch_size": 2, "lr_decay_style": "cosine",

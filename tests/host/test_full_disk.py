@@ -36,7 +36,7 @@ def train(folder: Path, disk: Path, name: str, full: str, *, check: bool = True)
     space."""
     world_size, flags = LAYOUTS[name]
     return run_edit(
-        new_folder(folder), world_size, 2, before="tests.host.spy_full_disk:fill_before_saves",
+        new_folder(folder), world_size, 2, before="tests.host.spy_faults:fill_before_saves",
         check=check, env={"SPY_DISK": str(disk), "SPY_FULL": full}, save=disk / "saves",
         save_interval=3, **{"train_iters": 12, **DROPOUT, **flags},
     )  # fmt: skip

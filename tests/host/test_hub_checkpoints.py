@@ -67,7 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def resumed(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> EditRun:
     """A run of two replicas without a hub, from there to the end."""
     return run_edit(
-        tmp_path_factory.mktemp("resumed"), 2, 2, before="tests.host.spy_resume:record_all",
+        tmp_path_factory.mktemp("resumed"), 2, 2, before="tests.host.spy_state:record_all",
         load=saved.folder, edit_sync_interval=4, **FLAGS,
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_killed_replica_returns_with_a_checkpoint(tmp_path: Path, age: str, layo
     flags = {"train_iters": 5000, "global_batch_size": 8, "save_interval": 1, **more}
     with elastic_run(
         tmp_path / "run", 2, ranks=ranks, minimum=2, flags=flags,
-        before="tests.host.spy_moments:record_all",
+        before="tests.host.spy_state:record_moments",
     ) as run:  # fmt: skip
         start_both(run, save=saves)
         if age == NEWER:
@@ -184,7 +184,7 @@ def test_all_replicas_are_lost_and_return(tmp_path: Path, layout: str) -> None:
     flags = {"train_iters": 5000, "global_batch_size": 8, "save": saves, "load": saves,
              "save_interval": 10, **more}  # fmt: skip
     with elastic_run(
-        tmp_path, 2, ranks=ranks, flags=flags, before="tests.host.spy_moments:record_all"
+        tmp_path, 2, ranks=ranks, flags=flags, before="tests.host.spy_state:record_moments"
     ) as run:
         start_both(run)
         run.wait_for(lambda: saved_iteration(saves) >= 20)

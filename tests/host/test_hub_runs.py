@@ -19,7 +19,7 @@ from tests.harness.torch_groups import HAS_GROUPS
 from tests.host.layouts import LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
-from tests.host.spy_exchange import SIGNALS
+from tests.host.spy_faults import SIGNALS
 
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 RECORD = "tests.host.spy:record"
@@ -109,7 +109,7 @@ def check_rates(run: ElasticRun, returned: str, members: str) -> None:
 
 def test_killed_replica_returns(tmp_path: Path) -> None:
     flags = {"train_iters": 150, "global_batch_size": 12, "lr_decay_style": "cosine", **RATES}
-    before = "tests.host.spy_rates:record_rates"
+    before = "tests.host.spy_state:record_rates"
     with elastic_run(tmp_path, 3, flags=flags, before=before) as run:
         for name in "abc":
             run.start(name)
@@ -275,7 +275,7 @@ def test_leader_that_was_frozen_in_a_save_does_not_complete_it(tmp_path: Path) -
     flags = {"train_iters": 2000, "global_batch_size": 12, "save": saves, "save_interval": 20,
              "save_retain_interval": 10_000}  # fmt: skip
     tracker = saves / "latest_checkpointed_iteration.txt"
-    with elastic_run(tmp_path, 3, flags=flags, before="tests.host.spy_exchange:end_in_save") as run:
+    with elastic_run(tmp_path, 3, flags=flags, before="tests.host.spy_faults:end_in_save") as run:
         for name in "abc":
             run.start(name)
         run.wait_for_commits(2)
@@ -305,7 +305,7 @@ def test_run_has_not_ended_while_its_last_save_is_missing(tmp_path: Path) -> Non
     saves = tmp_path / "saves"
     flags = {"train_iters": 60, "global_batch_size": 8, "save": saves, "save_interval": 20,
              "load": saves}  # fmt: skip
-    spy = "tests.host.spy_exchange:end_in_save"
+    spy = "tests.host.spy_faults:end_in_save"
     with elastic_run(tmp_path, 2, flags=flags, before=spy) as run:
         for name in "ab":
             (run.spy_dir(name) / "save").write_text(f"{signal.SIGKILL:d} iter_0000060")
@@ -329,7 +329,7 @@ def test_joiner_copies_moments(tmp_path: Path, policy: str) -> None:
     """With the policy `reset` it begins with moments of its own."""
     flags = {"train_iters": 200, "global_batch_size": 8, "edit_inner_state": policy}
     with elastic_run(
-        tmp_path, 2, flags=flags, before="tests.host.spy_moments:record_first_moments"
+        tmp_path, 2, flags=flags, before="tests.host.spy_state:record_first_moments"
     ) as run:
         for name in "ab":
             run.start(name)
@@ -347,7 +347,7 @@ def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
     """With all units on their way: collectives that wait for it must not hold up the next ones."""
     flags = {"train_iters": 120, "global_batch_size": 8, "num_layers": 6}
     with elastic_run(
-        tmp_path, 4, flags=flags, before="tests.host.spy_exchange:end_in_exchange"
+        tmp_path, 4, flags=flags, before="tests.host.spy_faults:end_in_exchange"
     ) as run:
         for name in "abcd":
             run.start(name)
@@ -373,7 +373,7 @@ def test_average_that_is_corrupt_on_all_replicas_is_not_applied(tmp_path: Path) 
         edit_sync_interval=4, **flags,
     )  # fmt: skip
     finals = {record["digest"] for record in read_records(plain, 2 * ranks)}
-    hook = "tests.host.spy_exchange:flip_in_exchange"
+    hook = "tests.host.spy_faults:flip_in_exchange"
     with elastic_run(tmp_path / "hub", 2, ranks=ranks, flags=flags, before=hook) as run:
         run.start("a")
         (run.spy_dir("b") / "flip").touch()

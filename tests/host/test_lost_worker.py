@@ -29,7 +29,7 @@ def test_lost_worker_fails_one_save(tmp_path: Path, case: str) -> None:
     and the other saves go on with a new worker. Would catch a rank that waits for ever."""
     flags: Flags = {"train_iters": 12, **DROPOUT}
     run = run_edit(
-        tmp_path, 2, 2, before="tests.host.spy_worker:disturb_worker", timeout=60,
+        tmp_path, 2, 2, before="tests.host.spy_faults:disturb_worker", timeout=60,
         env={"SPY_RANK": "1", "SPY_CASE": case}, save=tmp_path / "saves", save_interval=3,
         **flags, **ASYNC,
     )  # fmt: skip

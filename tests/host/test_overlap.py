@@ -15,8 +15,7 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
-from tests.host.spy_landings import read_landings
-from tests.host.spy_main_thread import read_blocked
+from tests.host.spy_places import read_blocked, read_landings
 
 CORE = {"bf16", "pp2"}
 TIMEOUT_SECONDS = 5
@@ -43,7 +42,7 @@ def train_in_mode(
     flags = {"global_batch_size": 4 * num_replicas, **GATHER, **flags, **more}
     run = run_edit(
         folder, num_replicas * ranks, num_replicas, edit_sync_mode=mode,
-        before="tests.host.spy_landings:record_landings", timeout=300, **flags,
+        before="tests.host.spy_places:record_landings", timeout=300, **flags,
     )  # fmt: skip
     assert all(run.digests(r) == run.digests(0) for r in range(num_replicas))
     for rank in range(num_replicas * ranks):
@@ -123,7 +122,7 @@ def test_units_land_before_their_layer_and_overlap_previous(tmp_path: Path, layo
     ranks, flags = LAYOUTS[layout]
     more: Flags = {"ddp_bucket_size": 3000} if layout == "ep2" else {}  # its dense layers are small
     run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.spy_order:record_order",
+        tmp_path, 2 * ranks, 2, before="tests.host.spy_places:record_order",
         edit_sync_mode="overlap", train_iters=14, **{**GATHER, "num_layers": 4, **flags, **more},
     )  # fmt: skip
     logs = [json.loads((tmp_path / f"order-{rank}.json").read_text()) for rank in range(2 * ranks)]
@@ -174,7 +173,7 @@ def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) 
     and staging of all units at once. Digests, whose scratch memory has a bound of its own, are
     off."""
     run_edit(
-        tmp_path, 4, 2, before="tests.host.spy_order:measure_staging", edit_sync_mode="overlap",
+        tmp_path, 4, 2, before="tests.host.spy_places:measure_staging", edit_sync_mode="overlap",
         edit_prefetch_units=prefetch_units, edit_offload=offload, edit_digest_interval=100,
         **{**GATHER, "num_layers": 6, "train_iters": 11},
     )  # fmt: skip
@@ -202,7 +201,7 @@ def test_exchanges_progress_while_main_thread_waits(
     """The main threads of all ranks are blocked in a forward or backward pass. Would catch units
     and second phases that wait for the main thread, while a slow link is idle."""
     run_edit(
-        tmp_path, ranks, 2, before="tests.host.spy_main_thread:block_main_thread", train_iters=14,
+        tmp_path, ranks, 2, before="tests.host.spy_places:block_main_thread", train_iters=14,
         edit_warmup_steps=2, edit_sync_interval=4, edit_sync_mode="overlap",
         **{**GATHER, "num_layers": 4, **flags},
     )  # fmt: skip
@@ -221,7 +220,7 @@ def test_failure_in_overlapped_sync_ends_all_ranks(
     the launch is killed."""
     ranks, flags = LAYOUTS[layout]
     run = run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.spy_order:fail_in_unit",
+        tmp_path, 2 * ranks, 2, before="tests.host.spy_places:fail_in_unit",
         env={"SPY_VICTIM": str(ranks), "SPY_MOMENT": moment}, edit_sync_mode="overlap",
         train_iters=20, check=False, edit_timeout_seconds=TIMEOUT_SECONDS, timeout=60,
         **{**GATHER, "num_layers": 4, **flags},

@@ -99,7 +99,7 @@ def test_planned_staging_matches_peak(tmp_path: Path, depth: int, offload: bool)
         **GATHER, "num_layers": 6, "edit_prefetch_units": depth, "edit_offload": offload,
     }  # fmt: skip
     run_edit(
-        tmp_path, 4, 2, before="tests.host.spy_order:measure_staging", edit_sync_mode="overlap",
+        tmp_path, 4, 2, before="tests.host.spy_places:measure_staging", edit_sync_mode="overlap",
         train_iters=11, edit_digest_interval=100, **flags,
     )  # fmt: skip
     facts = [json.loads((tmp_path / f"staging-{rank}.json").read_text()) for rank in range(2)]

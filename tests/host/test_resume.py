@@ -13,7 +13,7 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, cached_run, run_edit
 
-HOOK = "tests.host.spy_resume:record_all"
+HOOK = "tests.host.spy_state:record_all"
 ITERATIONS = 12
 # Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 and 8 are syncs.
 RESUME_STEPS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}

@@ -44,7 +44,7 @@ def test_new_rates_equal_those_of_stock_megatron(tmp_path: Path) -> None:
     given = {**ddp, **HALF, **NEW, "load": saves}
     mine = train(edit_flags(2, **given), 2)
     stock: TrainResult = train(
-        tiny_gpt(**RATES), 2, before="tests.host.spy_rates:halve_rates", env={"SPY_STEP": str(STEP)}
+        tiny_gpt(**RATES), 2, before="tests.host.spy_state:halve_rates", env={"SPY_STEP": str(STEP)}
     )
     steps = range(STEP + 1, ITERATIONS + 1)
     assert mine.lr == {step: stock.lr[step] for step in steps}

@@ -21,7 +21,7 @@ EXPERT_BIAS: Flags = {
 }  # fmt: skip
 QUANTILES = {**MOE, "moe_router_load_balancing_type": "quantile_balancing",
              "moe_router_quantile_balancing_ema": 0.5}  # fmt: skip
-RECORD_BIASES = "tests.host.spy_routers:record_biases"
+RECORD_BIASES = "tests.host.spy_state:record_biases"
 
 
 def biases(folder: Path, rank: int) -> dict[str, dict[int, list[float]]]:
@@ -68,7 +68,7 @@ def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
         pytest.param(EXPERT_BIAS, "spy:record", id="expert-bias"),
         pytest.param(
             EXPERT_BIAS,
-            "spy_routers:count_in_integers",
+            "spy_state:count_in_integers",
             id="integer-counts",
             marks=pytest.mark.system,
         ),

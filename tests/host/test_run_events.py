@@ -108,7 +108,7 @@ def test_resume_with_changed_settings_is_logged(tmp_path: Path) -> None:
 
 def test_training_error_is_recorded(tmp_path: Path) -> None:
     """The failing replica records it on one line, and the others record that they lost it."""
-    run = run_edit(tmp_path, 2, 2, before="tests.host.spy_failure:fail", check=False, grace=30)
+    run = run_edit(tmp_path, 2, 2, before="tests.host.spy_faults:fail", check=False, grace=30)
     assert [rank.returncode for rank in run.result.ranks] == [4, 1]
     failed = {"end": "failed", "reason": "ValueError: a broken\\nbatch", "exit_code": 1,
               "iteration": 5, "samples": 5 * BATCH // 2}  # fmt: skip

@@ -39,5 +39,5 @@ def test_accessors_give_same_bits_as_plain_shards(mode: str, tmp_path: Path) -> 
     """Would catch code that bypasses the accessor of a main shard, a parameter of the model that is
     not updated, and a rank that does not take part in a quantisation."""
     plain = trained(tmp_path / "plain", "spy:record", mode)
-    assert trained(tmp_path / "accessors", "spy_shards:use_accessors", mode) == plain
-    assert trained(tmp_path / "quantized", "spy_shards:quantize_collectively", mode) == plain
+    assert trained(tmp_path / "accessors", "spy_hooks:use_accessors", mode) == plain
+    assert trained(tmp_path / "quantized", "spy_hooks:quantize_collectively", mode) == plain

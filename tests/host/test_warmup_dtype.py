@@ -110,7 +110,7 @@ def test_overflow_is_skipped_by_all_replicas(tmp_path: Path) -> None:
     that step, halve the scale, and are equal to the end. Catches an infinity that is decoded as a
     number on one replica."""
     run_edit(
-        tmp_path, 2, 2, before="tests.host.spy_overflow:overflow_and_record", fp16=True,
+        tmp_path, 2, 2, before="tests.host.spy_faults:overflow_and_record", fp16=True,
         initial_loss_scale=1024, hysteresis=1, train_iters=6, edit_warmup_steps=6,
         edit_warmup_dtype=INT8, env={"SPY_STEP": "3"},
     )  # fmt: skip
