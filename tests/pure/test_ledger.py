@@ -94,14 +94,6 @@ def test_equal_speeds_assign_blocks_like_stock_megatron(num: int, tau: int, roun
         assignment = assignment.next_round([tau] * num)
 
 
-def test_holes_are_assigned_before_new_blocks() -> None:
-    """Example of one round: replica 0 is three times as fast as replica 1."""
-    assignment = BlockAssignment(2, 100).next_round([6, 2])  # 0 2 4 6 8 10 and 1 3
-    assert assignment == BlockAssignment(2, 100, frontier=11, holes=(5, 7, 9))
-    assert [run[:3] for run in assigned_blocks(assignment)] == [[5, 9, 12], [7, 11, 13]]
-    assert assignment.next_round([0, 1]) == BlockAssignment(2, 100, frontier=11, holes=(5, 9))
-
-
 @pytest.mark.parametrize("excess", [0, 1])
 def test_final_round_begins_at_exact_remainder(excess: int) -> None:
     """It begins at R <= 2 N max(steps); replicas get consecutive blocks, a stalled one none."""

@@ -563,75 +563,9 @@ def test_landing_gathers_once() -> None:
     assert Step(due=("old",), lands_in_forward=True).calls == [("land", "old")]
 
 
-def test_due_syncs_land_before_meeting() -> None:
-    """Catches pseudo-gradients that miss a due result, and a gather that is skipped if a meeting
-    follows without a landing."""
-    step = Step(due=("old",), meeting="all units")
-    assert step.calls == [("land", "old"), "landed", "gather", ("meet", "all units")]
-    assert Step(meeting="all units").calls == [("meet", "all units"), "gather"]
-    assert step.engine.state.step == step.engine.state.launch_steps == 10
-
-
 def test_warmup_step_gathers_nothing() -> None:
     """Megatron has gathered already: catches a second gather at every step."""
     assert Step(is_warmup=True).calls == [("stop?", False), "end?"]
-
-
-class Round:
-    """Run one meeting of the engine with stand-ins and record the calls.
-
-    Args:
-        lands_in_forward: whether the sync lands in the forward pass.
-        outcome: outcome of the meeting.
-    """
-
-    def __init__(
-        self, *, lands_in_forward: bool, outcome: MeetingOutcome = MeetingOutcome.SYNC,
-        checks_commit: bool = False,
-    ) -> None:  # fmt: skip
-        self.calls: list[str] = []
-        plan = anything(outcome=outcome, landing=DIRECT_COPY, samples=0)
-        syncs = anything(
-            of_units=lambda selection: [],
-            prepare=lambda plan, began, waited, *, checks_commit: self.calls.append("prepare"),
-            check_commit=lambda sync, plan: self.calls.append("check"),
-            start=lambda sync: self.calls.append("start"),
-            land_all=lambda: self.calls.append("land"),
-        )
-        engine = anything(
-            state=anything(
-                timeout=anything(after_round=lambda: None),
-                apply=lambda plan, reporter, samples: self.calls.append("apply"),
-            ),
-            syncs=syncs, settings=anything(landing=DIRECT_COPY, checks_commit=checks_commit),
-            reporter=None,
-            _plan_round=lambda meeting: (plan, 0.0), _land=lambda syncs: None, elastic=None,
-            _outcomes=anything(
-                sync_plan=lambda plan, selection: None,
-                commit=lambda plan: self.calls.append("commit"),
-            ),
-            _land_unless_in_forward=lambda: None, _lands_in_forward=lands_in_forward,
-        )  # fmt: skip
-        self.has_synced = EditEngine._meet_once(engine, anything(selection=None))
-
-
-def test_blocking_round_commits_after_exchange() -> None:
-    """Catches schedules, counters, detectors and ledger updated before the exchange is over."""
-    assert Round(lands_in_forward=False).calls == ["prepare", "start", "land", "commit"]
-    checked = Round(lands_in_forward=False, checks_commit=True)
-    assert checked.calls == ["prepare", "start", "check", "land", "commit"]
-
-
-def test_overlapped_round_commits_before_exchange() -> None:
-    """Training continues at once: catches steps of the next round that use the old state."""
-    assert Round(lands_in_forward=True).calls == ["commit", "prepare", "start"]
-
-
-@pytest.mark.parametrize("outcome", [MeetingOutcome.EXTEND, MeetingOutcome.STOP])
-def test_meeting_without_sync_commits_nothing(outcome: MeetingOutcome) -> None:
-    """Catches a sync in a round that is extended or that a replica has left."""
-    meeting = Round(lands_in_forward=False, outcome=outcome)
-    assert meeting.calls == ["apply"] and not meeting.has_synced
 
 
 def test_late_digests_are_compared_once() -> None:

@@ -323,19 +323,6 @@ def test_stop_right_after_a_save_is_saved_too() -> None:
     assert plan.has_anchor
 
 
-def test_save_of_one_inner_state_waits_for_a_sync() -> None:
-    """It takes place at the next sync, whatever Megatron's interval."""
-    saves = Saves("leader")
-    assert saves.save(15) == []
-    with saves.control.exit_decision(16, is_planned=False):
-        assert saves.args.save_interval == 5
-    saves.engine.status.step, saves.engine.status.is_mid_round = 18, False
-    with saves.control.exit_decision(18, is_planned=False):
-        assert saves.args.save_interval == 18
-        (plan,) = saves.save(18)
-    assert (plan.form, plan.has_anchor, saves.args.save_interval) == (LEADER, False, 5)
-
-
 def test_stop_request_saves_only_at_the_save_interval() -> None:
     """Megatron would save at once, but the other replicas are at other steps."""
     saves = Saves()
