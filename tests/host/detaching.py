@@ -87,15 +87,3 @@ def _finalize_of(model: Any) -> str | None:
 
     function = get_model_config(model).finalize_model_grads_func
     return None if function is None else function.__module__
-
-
-def attach_and_detach() -> list[str]:
-    """Attach and detach twice; return the attributes that differ from before."""
-    from megatron_edit.config import EditConfig
-    from megatron_edit.host.attach import Attachment
-
-    before = snapshot()
-    for _ in range(2):
-        with Attachment(EditConfig(use_edit=True, num_replicas=1), torch.device("cpu")):
-            pass
-    return [key for key, value in snapshot().items() if before.get(key, value) != value]

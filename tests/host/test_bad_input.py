@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_edit.host.groups import SHARED_GPUS, _rank_device
 from tests.harness import Flags, RankResult, train
 from tests.host.runs import edit_flags, run_edit
 from tests.system.check_lines import write_corpus
@@ -14,18 +16,10 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "not-a-divisor": ({"edit_num_replicas": 3}, "--edit-num-replicas 3", "must divide the 2 ranks"),
     "no-replicas": ({"edit_num_replicas": None}, "--edit-num-replicas", "must be given"),
     "tau": ({"edit_sync_interval": 0}, "--edit-sync-interval 0", "at least 1"),
-    "rate": ({"edit_outer_lr": "nan"}, "--edit-outer-lr nan", "finite number above 0"),
-    "strategy": ({"edit_strategy": "best"}, "--edit-strategy best", "supports only: edit"),
-    "clock": ({"edit_sync_seconds": 5}, "--edit-sync-seconds 5", "no effect with --edit-strategy"),
-    "count": ({"edit_strategy": "a-edit"}, "--edit-sync-interval 3", "no effect with"),
     "cyclic": ({"edit_strategy": "a-edit", "edit_sync_interval": 128,
                 "dataloader_type": "cyclic"}, "--dataloader-type cyclic", "blocks to be assigned"),
     "ramp-up": ({"edit_strategy": "a-edit", "edit_sync_interval": 128,
                  "rampup_batch_size": [4, 4, 100]}, "--rampup-batch-size", "what a step consumes"),
-    "rendezvous": ({"edit_replica_id": 0}, "--edit-replica-id 0", "needs --edit-rendezvous"),
-    "batch": ({"global_batch_size": 9}, "--global-batch-size 9", "--edit-num-replicas 2"),
-    "micro-batch": ({"global_batch_size": 6}, "--global-batch-size 6", "multiple of micro-batch"),
-    "main-fp16": ({"main_params_dtype": "fp16"}, "--main-params-dtype fp16", "result of a sync"),
     "gather-with-step": ({"overlap_param_gather_with_optimizer_step": True},
                          "--overlap-param-gather-with-optimizer-step", "before a sync"),
     "megatron-fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "own parameter buffers"),
@@ -33,9 +27,6 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "save": (
         {"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a writable folder",
     ),
-    "save-proc": ({"save": "/proc/x", "save_interval": 2}, "--save /proc/x", "a writable folder"),
-    "scheme": ({"edit_rendezvous": "tcp://node0:29400", "edit_replica_id": 0},
-               "--edit-rendezvous tcp://node0:29400", "must be HOST:PORT"),
     "format": (
         {"save": "x", "save_interval": 2, "ckpt_format": "torch"},
         "--ckpt-format torch", "torch_dist",
@@ -47,8 +38,6 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
     "units": ({"edit_log_units_to_tensorboard": True}, "--edit-log-units-to-tensorboard",
               "a writer of Megatron"),
-    "package": ({"tokenizer_type": "SentencePieceTokenizer"},
-                "--tokenizer-type SentencePieceTokenizer", "needs the package sentencepiece"),
     "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "a writable folder"),
 }  # fmt: skip
 
@@ -137,3 +126,46 @@ def test_lack_of_memory_for_the_rounds_is_refused_at_the_start(tmp_path: Path) -
     assert len(lines) == 1 and "GB per rank for anchor" in lines[0], lines
     assert "must fit beside the model (CUDA out of memory); use more ranks per replica" in lines[0]
     assert "lm loss" not in "".join(rank.stdout for rank in done.ranks)
+
+
+# ---- replaced functions
+
+
+@pytest.mark.parametrize(
+    ("spy", "hook", "step"),
+    [("replace_optimizer_step", "optimizer.step", 1), ("replace_training_log", "training_log", 1)],
+)
+def test_replaced_hook_ends_training_before_the_first_sync(
+    tmp_path: Path, spy: str, hook: str, step: int
+) -> None:
+    """Would catch replicas that train side by side without a sync, or sync without losses."""
+    run = run_edit(tmp_path, 2, 2, before=f"tests.host.spy_hooks:{spy}", check=False)
+    assert [rank.returncode for rank in run.result.ranks] == [2, 2]
+    message = f"the hook {hook}: was not called by Megatron's training loop in step {step}"
+    assert message in run.result.ranks[0].stderr
+    assert not (tmp_path / "sync.jsonl").exists()
+
+
+def test_difference_beyond_rounding_ends_training_at_the_switch(tmp_path: Path) -> None:
+    """Would catch replicas that were not averaged, and are equalized with a friendly message."""
+    run = run_edit(tmp_path, 2, 2, before="tests.host.spy_hooks:turn_an_update", check=False)
+    assert [rank.returncode for rank in run.result.ranks] == [3, 3]
+    line = run.result.ranks[0].stderr
+    assert "the replicas differ after the warm-up in unit " in line
+    assert "and rounding explains at most " in line
+    assert not (tmp_path / "sync.jsonl").exists()
+
+
+# ---- devices of ranks
+
+
+@pytest.mark.parametrize(("value", "may_share"), [(None, False), ("0", False), ("1", True)])
+def test_ranks_share_a_gpu_only_where_nccl_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, may_share: bool
+) -> None:
+    """Catches replicas on one GPU that are refused NCCL although the variable allows it, and the
+    reverse."""
+    monkeypatch.delenv(SHARED_GPUS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(SHARED_GPUS, value)
+    assert _rank_device(torch.device("cpu"), 0).may_share is may_share

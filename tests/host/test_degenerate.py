@@ -91,18 +91,6 @@ def test_warmup_equals_stock_where_the_loop_sets_the_gradient_function(tmp_path:
     assert grad_norms(tmp_path, 4) == pytest.approx(grad_norms(stock, 4), rel=2e-4)
 
 
-def test_ranks_read_same_samples_as_stock(tmp_path: Path) -> None:
-    """Rank k of replica r reads what rank r * D + k of a stock job reads. Would catch a sampler
-    that sees the replica's ranks only: every replica would read the same samples."""
-    (tmp_path / "stock").mkdir()
-    run_stock(tmp_path / "stock", 4)
-    (tmp_path / "edit").mkdir()
-    run_edit(tmp_path / "edit", 4, 2, before=RECORD)
-    stock, edit = (read_records(tmp_path / name, 4) for name in ("stock", "edit"))
-    assert [r["batches"] for r in stock] == [r["batches"] for r in edit]
-    assert len({str(r["batches"]) for r in stock}) == 4
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_replica_with_identity_outer_step_is_stock(tmp_path: Path, world_size: int) -> None:
     """N = 1, nu = 1, mu_o = 0, no penalty: theta <- A - (A - theta). Would catch a wrong sign

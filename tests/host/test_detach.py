@@ -22,9 +22,3 @@ def test_detach_restores_host_after_training(tmp_path: Path) -> None:
         assert facts["chain_attributes"] == []
         assert facts["finalize"] is None
         assert facts["environment"] == {"RANK": str(result.rank), "WORLD_SIZE": "2"}
-
-
-def test_detach_restores_host_without_training() -> None:
-    """Attach and detach twice without training."""
-    results = run_ranks("tests.host.detaching:attach_and_detach", 1, check=True)
-    assert results[0].value == []

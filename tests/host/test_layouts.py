@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.harness import Flags, run_ranks, train
-from tests.host.layouts import LAYOUTS
+from megatron_edit.tools.compare.entries import parse_entries
+from megatron_edit.tools.compare.plan import ComparisonSetting, make_plan
+from tests.harness import Flags, run_ranks, tiny_gpt, train
+from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP
 from tests.host.runs import edit_flags, run_edit
+from tests.host.spy import read_records
 
 
 def test_untied_embeddings_on_two_stages_do_not_hang(tmp_path: Path) -> None:
@@ -96,3 +101,116 @@ def test_script_without_megatron_loop_is_refused(tmp_path: Path) -> None:
     result = train(edit_flags(1), 1, script=script, check=False)
     assert result.ranks[0].returncode == 2
     assert "did not train through megatron.training.pretrain" in result.ranks[0].stderr
+
+
+# ---- Megatron's DDP without the distributed optimizer
+
+
+def train_plain(
+    folder: Path, *, bf16: bool, offload: bool
+) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
+    """Train two replicas of two ranks; return digests by sync, final digests and sync lines."""
+    folder.mkdir()
+    run = run_edit(
+        folder, 4, 2, before="tests.host.spy:record", edit_sync_mode="blocking",
+        edit_offload=offload, bf16=bf16, train_iters=17, **PLAIN_DDP,
+    )  # fmt: skip
+    assert run.digests(0) == run.digests(1)
+    return run.digests(0), [record["digest"] for record in read_records(folder, 4)], run.syncs
+
+
+@pytest.mark.parametrize(
+    "bf16", [False, pytest.param(True, marks=pytest.mark.full)], ids=["fp32", "bf16"]
+)
+def test_replicas_agree_and_offload_changes_no_bit(tmp_path: Path, bf16: bool) -> None:
+    """For fp32 the main copies are the parameters themselves; for bf16 they are separate. Would
+    catch a shard that is written to only one of the two, and one that offload loses."""
+    resident = train_plain(tmp_path / "resident", bf16=bf16, offload=False)
+    offloaded = train_plain(tmp_path / "offloaded", bf16=bf16, offload=True)
+    digests, finals, syncs = resident
+    assert len(digests) == 5 and None not in digests and len(set(digests)) == 5
+    assert [sync["iteration"] for sync in syncs] == [5, 8, 11, 14, 17]
+    assert len(set(finals)) == 1  # the last sync ends the training: all ranks hold the same
+    assert (digests, finals) == offloaded[:2]
+    for ours, theirs in zip(syncs, offloaded[2], strict=True):
+        assert all(ours[key] == theirs[key] for key in ("norms", "weights", "clip", "update_norm"))
+
+
+# ---- a replica of NaN
+
+
+DAMAGE = "tests.host.spy:damage_before_sync"
+UNITS = ("embedding", "layer.1", "layer.2", "final")
+ROUND = 3
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("mode", [pytest.param("blocking", marks=pytest.mark.system), "overlap"])
+@pytest.mark.parametrize(
+    ("layout", "flags", "late"),
+    [
+        pytest.param("m2", {}, 0, id="at-once"),
+        pytest.param("pp2", {"edit_mix": 0.25}, 0, id="mix", marks=FULL),
+        pytest.param("pp2", {"edit_delay_steps": 1}, 1, id="delay"),
+        pytest.param("m2", {"edit_offload": True}, 0, id="offload", marks=FULL),
+        pytest.param(
+            "m2", {"edit_strategy": "streaming-diloco", "edit_delay_steps": 1}, 1, id="diloco",
+            marks=FULL,
+        ),
+        pytest.param("tp2", {"edit_strategy": "co2"}, 0, id="co2", marks=FULL),
+        pytest.param("m2", {"edit_strategy": "sparse-loco"}, 0, id="sparse-loco", marks=FULL),
+        pytest.param("m2", {"edit_strategy": "co2", "first": 1}, 0, id="co2-first", marks=FULL),
+    ],
+)  # fmt: skip
+def test_nan_units_return_to_anchor_at_first_fragment_sync(
+    tmp_path: Path, layout: str, flags: Flags, late: int, mode: str
+) -> None:
+    """Would catch units that stay NaN until their own fragment syncs: in the next forward pass they
+    would spread NaN to the units that were just reset, and so on forever."""
+    ranks, given = LAYOUTS[layout]
+    flags = dict(flags)
+    bad_round = flags.pop("first", ROUND)
+    run = run_edit(
+        tmp_path, 2 * ranks, 2, before=DAMAGE,
+        env={"SPY_DAMAGE": json.dumps([[bad_round, [1], unit, "nan"] for unit in UNITS])},
+        no_check_for_nan_in_loss_and_grad=True, train_iters=22, edit_sync_interval=4,
+        edit_fragments=2, edit_sync_mode=mode, **{**GATHER, **given, **flags},
+    )  # fmt: skip
+    damaged = run.syncs[bad_round - 1]["iteration"]
+    lines = [line for line in run.lines("replica-1.jsonl") if "loss" in line]
+    lost = [line["iteration"] for line in lines if line["loss"] is None]
+    assert lost == list(range(damaged + 1, damaged + 1 + late))
+    for line in run.syncs:
+        out = [units[1] for units in line["anomalous"]]
+        assert all(out) if line["round"] == bad_round else not any(out), line["round"]
+    assert run.digests(0) == run.digests(1)
+    losses = [line["loss"] for line in run.lines("loss.jsonl")]
+    assert losses[-1] < losses[0]
+
+
+# ---- `stock-instances`
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        pytest.param(4, {}, id="data-parallel"),
+        pytest.param(8, {"pipeline_model_parallel_size": 2}, id="pipeline", marks=pytest.mark.full),
+    ],
+)
+def test_instances_train_like_stock(num_ranks: int, flags: Flags) -> None:
+    """With two replicas, each of two or more data-parallel ranks, and several buckets."""
+    tiny = tiny_gpt(
+        train_iters=6, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=30_000,
+        global_batch_size=16, edit_num_replicas=2, edit_device="cpu", **flags,
+    )  # fmt: skip
+    setting = ComparisonSetting(SCRIPT, tuple(tiny), num_ranks)
+    plan = make_plan(setting, parse_entries("stock,stock-instances", with_ideal=False), ())
+    stock, instances = (train(run.words, num_ranks, timeout=250) for run in plan)
+    assert "num_distributed_optimizer_instances=2" in "".join(r.stdout for r in instances.ranks)
+    assert len(stock.losses) == 6
+    assert instances.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert instances.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)  # printed digits

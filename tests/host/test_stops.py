@@ -1,4 +1,4 @@
-"""Ends from outside: one replica gets a signal, reaches its time limit, or dies."""
+"""Ends of a run: one replica gets a signal, reaches its time limit, or dies; all exit together."""
 
 from __future__ import annotations
 
@@ -104,3 +104,13 @@ def test_killed_replica_is_named(tmp_path: Path, strategy: str) -> None:
     survivor = run.result.ranks[0]
     assert survivor.returncode == 4
     assert "replica 1 did not reach the sync of round" in survivor.stderr
+
+
+# ---- the regular end
+
+
+def test_every_rank_runs_exit_barrier(tmp_path: Path) -> None:
+    """Would catch a launcher that ends its ranks without `ReplicaWorld.exit_barrier`
+    (test_exit_barrier.py)."""
+    run_edit(tmp_path, 4, 2, before="tests.host.spy:record_exit_barrier")
+    assert {path.name for path in tmp_path.glob("left-*")} == {f"left-{r}" for r in range(4)}
