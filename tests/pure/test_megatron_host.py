@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,6 @@ from megatron_edit.constants import MUON
 from megatron_edit.host.model import counters
 from megatron_edit.host.model import megatron_host as module
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.seams.patching import Patcher
-from megatron_edit.host.training import TrainingLoop
 
 anything: Any = SimpleNamespace
 
@@ -149,52 +145,6 @@ def test_pending_schedule_is_not_counted_twice(host: MegatronHost) -> None:
     assert (progress.schedule_position, progress.pending_schedule) == (32, 8)
     step(host, 1)
     assert host.progress().schedule_position == 40
-
-
-@pytest.mark.parametrize("is_warmup", [False, True])
-def test_step_hooks_run_in_order(is_warmup: bool) -> None:
-    """A landing sync is closed first, the gather is deferred only during the step, and the step is
-    counted before the meeting. Catches a gather of parameters that a landing replaces at once, and
-    one that never happens."""
-    calls: list[Any] = []
-
-    def record(name: str) -> Any:
-        return lambda *_, **given: calls.append((name, *given.values()) if given else name)
-
-    class Optimizer:
-        """A stand-in for Megatron's optimizer."""
-
-        def step(self) -> tuple[bool, float, None]:
-            """Record a step that was applied."""
-            calls.append("step")
-            return True, 1.0, None
-
-        def zero_grad(self) -> None:
-            """Record the first call of a training step."""
-            calls.append("zero")
-
-    engine = anything(
-        before_step=record("close"), after_step=record("meet"), status=anything(is_warmup=is_warmup)
-    )
-    host = anything(
-        counters=anything(
-            loop=anything(begin_step=record("begin")), count_step=record("count")
-        ),
-        _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
-        _beta2_of_step=nullcontext,
-    )  # fmt: skip
-    host.attempt_step = partial(MegatronHost.attempt_step, host)
-    optimizer: Any = Optimizer()
-    hooks: Any = anything(_patcher=Patcher("Megatron"), _calls=anything(note=lambda hook: None))
-    TrainingLoop._hook_step(hooks, engine, host, anything(begin_step=record("stamp")), optimizer)
-    optimizer.zero_grad()
-    assert optimizer.step() == (True, 1.0, None)
-    assert calls == [
-        "stamp", "zero", "close", "begin", ("defer", not is_warmup), "step", ("defer", False),
-        ("count", True), "meet",
-    ]  # fmt: skip
-    hooks._patcher.undo()
-    assert vars(optimizer) == {}
 
 
 @pytest.mark.parametrize("was_applied", [True, False])

@@ -104,24 +104,7 @@ def test_commit_chooses_the_share(tmp_path: Path) -> None:
         assert all("--system" in call for call in pytests) == bool(tier)
 
 
-def test_share_without_a_commit_is_the_first(tmp_path: Path) -> None:
-    """As in an unpacked archive; the output says so."""
-    argv, env = script(tmp_path)
-    output = run(argv, tmp_path, **env)
-    assert "full tier: share 1 of 8, as there is no commit to choose it by" in output
-    assert "--full-share 1/8" in (tmp_path / "calls").read_text()
-
-
 @pytest.mark.parametrize("text", ["", "3", "0/8", "9/8", "a/8", "1/0", "-1/8"])
 def test_share_that_does_not_exist_is_refused(text: str) -> None:
     with pytest.raises(Exception, match="must be K/N with 1 <= K <= N"):
         Share.parse(text)
-
-
-def test_ci_runs_both_tiers_with_a_share() -> None:
-    """Would catch: a workflow that no longer calls .ci/run, or a .ci/run without --rotating."""
-    workflow = (REPOSITORY / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
-    assert "run: bash .ci/run" in workflow and "pull_request:" in workflow
-    ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
-    assert "scripts/test.sh --rotating || " in ci
-    assert "scripts/test.sh --rotating --system || " in ci
