@@ -304,11 +304,16 @@ def replica_server() -> ReplicaServer:
 
 
 @contextmanager
-def elastic_run(folder: Path, nominal: int, **more: Any) -> Iterator[ElasticRun]:
-    """A run with its hub started; everything that it has started is killed at the end."""
+def elastic_run(
+    folder: Path, nominal: int, *, start: str = "", **more: Any
+) -> Iterator[ElasticRun]:
+    """A run with its hub and the replicas `start` (of one letter each) started; everything that it
+    has started is killed at the end."""
     run = ElasticRun(folder, replica_server(), nominal, **more)
     try:
         run.start_hub()
+        for name in start:
+            run.start(name)
         yield run
     finally:
         run.close()

@@ -76,7 +76,8 @@ def run_edit(
     grace: float = 15,
     **flags: Any,
 ) -> EditRun:
-    """Train a tiny GPT with EDiT; event files and spies' records go to `folder`."""
+    """Train a tiny GPT with EDiT; event files and spies' records go to `folder`, a new one."""
+    folder.mkdir(parents=True, exist_ok=True)
     environment: dict[str, str | None] = {
         "SPY_DIR": str(folder),
         "SPY_REPLICAS": str(num_replicas),
@@ -122,6 +123,7 @@ def stock_run(folder: Path, world_size: int, **flags: Any) -> EditRun:
 
 def run_stock(folder: Path, world_size: int, **flags: Any) -> TrainResult:
     """Train the same GPT through the launcher, without `--use-edit`, recording it."""
+    folder.mkdir(parents=True, exist_ok=True)
     return train(
         tiny_gpt(**flags), world_size, before="tests.host.spy:record", env={"SPY_DIR": str(folder)}
     )

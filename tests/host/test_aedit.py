@@ -98,8 +98,6 @@ def test_equal_speeds_match_edit_losses(tmp_path: Path) -> None:
         "edit_outer_momentum": 0.85,
     }  # fmt: skip
     timed, counted = tmp_path / "a-edit", tmp_path / "edit"
-    timed.mkdir()
-    counted.mkdir()
     a = run_timed(timed, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 1]"}, edit_sync_seconds=5,
                   **flags)  # fmt: skip
     b = run_edit(counted, 2, 2, edit_sync_interval=5, **flags)
@@ -186,7 +184,6 @@ def test_evaluation_at_switch_and_without_warmup(tmp_path: Path) -> None:
     }
     for warmup, evaluations in ((0, 2), (4, 3)):
         folder = tmp_path / str(warmup)
-        folder.mkdir()
         run = run_timed(
             folder, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 1]"}, edit_warmup_steps=warmup,
             eval_interval=4, **flags,

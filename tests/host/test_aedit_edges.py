@@ -75,7 +75,6 @@ def test_resume_past_train_iters_trains_no_step(tmp_path: Path, strategy: str, w
         tmp_path, 2, 2, save=saves, save_interval=10, train_iters=10, edit_warmup_steps=100, **flags
     )
     again = tmp_path / "again"
-    again.mkdir()
     run = run_edit(
         again, 2, 2, load=saves, save=saves, save_interval=10, train_iters=5,
         edit_warmup_steps=warmup, override_opt_param_scheduler=True, **flags,

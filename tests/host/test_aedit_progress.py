@@ -134,7 +134,6 @@ def test_resumed_run_continues_iteration_numbers(tmp_path: Path) -> None:
     """Stopped within a round and resumed. Would catch iterations counted from the launch or of one
     replica only, and a stop message with another iteration than its checkpoint."""
     saves, again = tmp_path / "saves", tmp_path / "again"
-    again.mkdir()
     first = run_timed(
         tmp_path, 2, 2, "script_clock,signal_replica_1", {**UNEQUAL, "SPY_STEP": "18"}, save=saves,
         save_interval=100, exit_signal_handler=True, **RUN,

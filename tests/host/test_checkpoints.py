@@ -32,19 +32,13 @@ def newest(saves: Path) -> int:
     return int((saves / "latest_checkpointed_iteration.txt").read_text())
 
 
-def new_folder(folder: Path) -> Path:
-    """Create a folder and return it."""
-    folder.mkdir()
-    return folder
-
-
 @pytest.mark.parametrize("policy", ["leader", pytest.param("reset", marks=pytest.mark.system)])
 def test_single_inner_state_save_waits_for_sync(tmp_path: Path, policy: str) -> None:
     """A save due after step 6, within a round, is announced and done once, after step 8. At the
     load the other replicas take the leader's moments, or reset theirs."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 14, "edit_inner_state": policy, "save_interval": 6}
-    first = run_edit(new_folder(tmp_path / "a"), 2, 2, before=HOOK, save=saves, **flags)
+    first = run_edit(tmp_path / "a", 2, 2, before=HOOK, save=saves, **flags)
     console = first.result.ranks[0].stdout
     assert console.count("the checkpoint of iteration 6 waits for the next sync") == 1
     assert sorted(path.name for path in saves.glob("iter_*")) == [
@@ -52,9 +46,7 @@ def test_single_inner_state_save_waits_for_sync(tmp_path: Path, policy: str) -> 
     ]  # fmt: skip
     assert manifest(saves, 8)["form"] == "leader"
     assert not (saves / "iter_0000008/edit/replica_1").exists()
-    again = run_edit(
-        new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags
-    )
+    again = run_edit(tmp_path / "b", 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags)
     whole, resumed = records(tmp_path / "a", 0), records(tmp_path / "b", 0)
     assert resumed["losses"]["9"] == whole["losses"]["9"]
     is_same = resumed["losses"]["10"] == whole["losses"]["10"]
@@ -77,12 +69,12 @@ def test_stop_saves_state_of_all_replicas(tmp_path: Path, policy: str, step: str
     }
     env = {**STOP, "SPY_STEP": step}
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, before="tests.host.spy_state:record_all", env=env,
+        tmp_path / "a", 4, 2, before="tests.host.spy_state:record_all", env=env,
         save=saves, save_interval=1000, exit_signal_handler=True, **flags,
     )  # fmt: skip
     kept = manifest(saves, newest(saves))
     assert kept["is_warmup"] or kept["form"] == "all"
-    run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
+    run_edit(tmp_path / "b", 4, 2, before=HOOK, load=saves, **flags)
     whole = cached_run(run_edit, 4, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
@@ -95,7 +87,6 @@ def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
         **AEDIT, "edit_sync_seconds": 7, "global_batch_size": 8, "train_iters": 40,
         "lr_decay_style": "cosine", **DROPOUT, **flags,
     }  # fmt: skip
-    folder.mkdir(exist_ok=True)
     return run_edit(folder, 2, 2, before=HOOK, env=env, **settings)
 
 
@@ -161,7 +152,7 @@ def test_waiting_replica_resumes_at_its_meeting(tmp_path: Path, kind: str) -> No
     )
     for name, hooks, extra in variants:
         hooked = {"SPY_HOOKS": hooks.rstrip(","), **env}
-        run_edit(new_folder(tmp_path / name), 2, 2, before=HOOK, env=hooked, **flags, **extra)
+        run_edit(tmp_path / name, 2, 2, before=HOOK, env=hooked, **flags, **extra)
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["is_waiting"] and not second["is_waiting"] and first["step"] > second["step"]
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
@@ -186,7 +177,7 @@ def test_stop_while_replica_waits_at_last_meeting(tmp_path: Path, final: float) 
                     "edit_final_sync_fraction": final, **DROPOUT}  # fmt: skip
     env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_replica_1"}
     run_edit(
-        new_folder(tmp_path / "a"),
+        tmp_path / "a",
         2,
         2,
         before=HOOK,
@@ -197,9 +188,9 @@ def test_stop_while_replica_waits_at_last_meeting(tmp_path: Path, final: float) 
     )
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["is_waiting"] and first["step"] == 9 > second["step"]
-    resumed = run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves,
+    resumed = run_edit(tmp_path / "b", 2, 2, before=HOOK, load=saves,
                        edit_timeout_seconds=30, **flags)  # fmt: skip
-    whole = run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    whole = run_edit(tmp_path / "whole", 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
     after = resumed.lines("loss.jsonl")
     assert after == whole.lines("loss.jsonl")[-len(after) :]
@@ -226,7 +217,7 @@ def test_stop_in_warmup_completes_all_due_saves(tmp_path: Path) -> None:
     """
     saves = tmp_path / "saves"
     run = run_edit(
-        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": "5"}, save=saves,
+        tmp_path / "a", 2, 2, before=HOOK, env={**STOP, "SPY_STEP": "5"}, save=saves,
         save_interval=1, exit_signal_handler=True, train_iters=500, edit_warmup_steps=1000,
     )  # fmt: skip
     assert run.result.ranks[0].returncode == 0 and 5 < newest(saves) < 50
@@ -244,15 +235,11 @@ def test_second_stop_after_resume_at_meeting(tmp_path: Path) -> None:
                     "exit_signal_handler": True, **DROPOUT}  # fmt: skip
     env = {"SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_replica_1"}
     for name, step in (("a", "5"), ("b", "9")):
-        run_edit(
-            new_folder(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags
-        )
+        run_edit(tmp_path / name, 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags)
         first, second = manifest(saves, newest(saves))["replicas"]
         assert first["is_waiting"] and first["step"] == 12 > second["step"]
-    run_edit(new_folder(tmp_path / "c"), 2, 2, before=HOOK, **flags)
-    run_edit(
-        new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **{**flags, "save": None, "load": None}
-    )
+    run_edit(tmp_path / "c", 2, 2, before=HOOK, **flags)
+    run_edit(tmp_path / "whole", 2, 2, before=HOOK, **{**flags, "save": None, "load": None})
     assert facts(tmp_path / "c", 2) == facts(tmp_path / "whole", 2)
 
 
@@ -263,7 +250,7 @@ def test_warmup_after_local_training_is_refused(tmp_path: Path, flags: Flags) ->
     """Gradients of different parameters must never be averaged: exit 2, one line."""
     saves = tmp_path / "saves"
     run_edit(
-        new_folder(tmp_path / "a"),
+        tmp_path / "a",
         2,
         2,
         save=saves,
@@ -272,7 +259,7 @@ def test_warmup_after_local_training_is_refused(tmp_path: Path, flags: Flags) ->
         train_iters=9,
     )
     run = run_edit(
-        new_folder(tmp_path / "b"), 2, 2, before="tests.host.spy:shorten_grace", load=saves,
+        tmp_path / "b", 2, 2, before="tests.host.spy:shorten_grace", load=saves,
         train_iters=9, check=False, **flags,
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks] == [2, 2]
@@ -289,7 +276,7 @@ def test_aedit_resume_with_real_clock_loses_no_sample(tmp_path: Path) -> None:
     runs = []
     for name, hooks in (("a", "slow,signal_replica_1"), ("b", "slow")):
         env = {**STOP, "SPY_HOOKS": hooks}
-        runs.append(run_edit(new_folder(tmp_path / name), 4, 2, before=HOOK, env=env, **flags))
+        runs.append(run_edit(tmp_path / name, 4, 2, before=HOOK, env=env, **flags))
     both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
     # Both ends of the pipeline read the same samples.
     assert sorted(both) == sorted(2 * list(range(60 * 8)))
@@ -302,15 +289,15 @@ def test_checkpoints_from_stock_to_edit_and_back(tmp_path: Path) -> None:
     stock, edit = tmp_path / "stock", tmp_path / "edit"
     flags: Flags = {"train_iters": 24, "lr_decay_style": "cosine", "global_batch_size": 8}
     save = {"save_interval": 8, "exit_interval": 8}
-    one = run_stock(new_folder(tmp_path / "a"), 2, save=stock, **save, **flags)
+    one = run_stock(tmp_path / "a", 2, save=stock, **save, **flags)
     two = run_edit(
-        new_folder(tmp_path / "b"), 2, 2, load=stock, save=edit, save_interval=16, exit_interval=16,
+        tmp_path / "b", 2, 2, load=stock, save=edit, save_interval=16, exit_interval=16,
         edit_sync_interval=4, **flags,
     )  # fmt: skip
     assert "warm-up is over after step 8" in two.result.ranks[0].stdout
     assert [line["iteration"] for line in two.syncs] == [10, 14]  # counted from the warm-up's end
     three = train(tiny_gpt(load=edit, **flags), 2)
-    whole = run_stock(new_folder(tmp_path / "whole"), 2, **flags)
+    whole = run_stock(tmp_path / "whole", 2, **flags)
     losses = one.losses | two.result.losses | three.losses
     assert sorted(losses) == list(range(1, 25))
     lr = one.lr | two.result.lr | three.lr
@@ -343,7 +330,7 @@ def test_resume_in_other_layout_matches_norms(tmp_path: Path, reshape: str, step
                     "lr": 1e-4}  # fmt: skip
     whole = cached_run(run_edit, 2 * old_ranks, 2, save_interval=1, **flags, **old)
     resumed = run_edit(
-        new_folder(tmp_path / "b"), 2 * new_ranks, 2, load=whole.folder / "saves", ckpt_step=step,
+        tmp_path / "b", 2 * new_ranks, 2, load=whole.folder / "saves", ckpt_step=step,
         **flags, **new,
     )  # fmt: skip
     before = {line["round"]: line for line in whole.syncs}
@@ -369,10 +356,10 @@ def test_residuals_resume_in_other_layout(tmp_path: Path, tensor: int, wire: Fla
     reshapes: Flags = {"dist_ckpt_optim_fully_reshardable": True}
     new: Flags = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2 // tensor}
     whole = run_edit(
-        new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=7, **flags, **reshapes
+        tmp_path / "a", 2, 2, save=saves, save_interval=7, **flags, **reshapes
     )  # fmt: skip
     resumed = run_edit(
-        new_folder(tmp_path / "b"), 4, 2, load=saves, ckpt_step=7, **flags, **reshapes, **new
+        tmp_path / "b", 4, 2, load=saves, ckpt_step=7, **flags, **reshapes, **new
     )  # fmt: skip
     before = {line["round"]: line["norms"] for line in whole.syncs}
     assert len(resumed.syncs) >= 2
@@ -390,10 +377,10 @@ def test_asynchronous_save_resumes_exactly(tmp_path: Path, step: int) -> None:
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step,
+        tmp_path / "a", 4, 2, before=HOOK, save=saves, save_interval=step,
         async_save=True, use_persistent_ckpt_worker=True, async_strategy="mcore", **flags,
     )  # fmt: skip
-    run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
+    run_edit(tmp_path / "b", 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
     assert_continues(tmp_path / "a", tmp_path / "b", step, 4)
 
 
@@ -402,7 +389,7 @@ def test_inspect_prints_checkpoint_contents(
 ) -> None:
     """It prints round, replicas and digest checks, and refuses a damaged checkpoint."""
     saves = tmp_path / "saves"
-    run_edit(new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=7, train_iters=8)
+    run_edit(tmp_path / "a", 2, 2, save=saves, save_interval=7, train_iters=8)
     assert main(["inspect", str(saves), "--ckpt-step", "7", "--verify"]) == 0
     text = capsys.readouterr().out
     for part in ("iteration 7, 56 samples, in round 2", "2 replicas x 1 ranks, form all",
@@ -422,14 +409,12 @@ def test_inspect_prints_checkpoint_contents(
 def test_pretrained_checkpoint_is_used_at_first_start_only(tmp_path: Path) -> None:
     """The same command resumes from `--load`. Would catch a restart from the pretrained one."""
     base, saves = tmp_path / "base", tmp_path / "saves"
-    run_edit(new_folder(tmp_path / "a"), 1, 1, save=base, save_interval=4, train_iters=4)
+    run_edit(tmp_path / "a", 1, 1, save=base, save_interval=4, train_iters=4)
     flags: Flags = {"save": saves, "load": saves, "save_interval": 4, "pretrained_checkpoint": base}
-    run_edit(
-        new_folder(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags
-    )
-    run_edit(new_folder(tmp_path / "c"), 2, 2, before=HOOK, train_iters=12, **flags)
+    run_edit(tmp_path / "b", 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags)
+    run_edit(tmp_path / "c", 2, 2, before=HOOK, train_iters=12, **flags)
     whole = flags | {"save": tmp_path / "whole", "load": tmp_path / "whole"}
-    run_edit(new_folder(tmp_path / "d"), 2, 2, before=HOOK, train_iters=12, **whole)
+    run_edit(tmp_path / "d", 2, 2, before=HOOK, train_iters=12, **whole)
     assert_continues(tmp_path / "d", tmp_path / "c", 4, 2)
 
 
@@ -455,7 +440,7 @@ def test_log_progress_is_written_by_one_replica(tmp_path: Path) -> None:
     """With --log-progress one replica writes the log, and finds its own lines at each save."""
     saves = tmp_path / "saves"
     run_edit(
-        new_folder(tmp_path / "a"),
+        tmp_path / "a",
         4,
         2,
         save=saves,

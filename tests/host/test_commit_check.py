@@ -33,7 +33,6 @@ def test_check_changes_no_result(tmp_path: Path, name: str) -> None:
     found = []
     for checks in (False, True):
         folder = tmp_path / str(checks)
-        folder.mkdir()
         run = run_edit(
             folder, 2 * ranks, 2, before="tests.host.spy:record", train_iters=14,
             edit_warmup_steps=2, edit_sync_interval=4, edit_digest_interval=1,

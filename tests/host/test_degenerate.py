@@ -36,7 +36,6 @@ def grad_norms(folder: Path, world_size: int) -> list[float]:
 def test_launcher_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
     """The launcher does not change a stock run. Would catch a wrapper active without the flag."""
     (tmp_path / "plain").mkdir()
-    (tmp_path / "launched").mkdir()
     argv = tiny_gpt(hidden_dropout=0.1)
     env: dict[str, str | None] = {"SPY_DIR": str(tmp_path / "plain")}
     script = str(REPOSITORY / "scripts/pretrain_gpt.py")
@@ -95,9 +94,7 @@ def test_warmup_equals_stock_where_the_loop_sets_the_gradient_function(tmp_path:
 def test_one_replica_with_identity_outer_step_is_stock(tmp_path: Path, world_size: int) -> None:
     """N = 1, nu = 1, mu_o = 0, no penalty: theta <- A - (A - theta). Would catch a wrong sign
     or scale in the outer step, and any other change made by a sync."""
-    (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", world_size)
-    (tmp_path / "edit").mkdir()
     run_edit(
         tmp_path / "edit", world_size, 1, before=RECORD, edit_outer_lr=1.0,
         edit_outer_momentum=0.0, **PENALTY_OFF,
@@ -112,7 +109,6 @@ def test_sgd_synced_at_every_step_is_ddp(
 ) -> None:
     """tau = 1, nu = 1, mu_o = 0, inner SGD: the mean of the replicas' steps is the step with the
     mean gradient. Would catch local gradients divided by the wrong number of ranks."""
-    (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", world_size, **SGD)
     run = run_edit(
         tmp_path, world_size, num_replicas, before=RECORD, edit_warmup_steps=0,

@@ -32,7 +32,6 @@ def consumed(folder: Path) -> list[int]:
 
 def stage(folder: Path, saves: Path, replicas: int, env: dict[str, str], **flags: Any) -> EditRun:
     """Run one stage of a training: load the newest checkpoint, train, save."""
-    folder.mkdir()
     hooks = ",".join(env.pop("HOOKS", "").split())
     return run_edit(
         folder, replicas * flags.pop("ranks", 1), replicas, before=HOOK,
@@ -58,7 +57,7 @@ def test_resume_with_two_three_one_two_replicas(tmp_path: Path, ranks: int) -> N
     assert [line["iteration"] for line in lines] == list(range(1, 21))
     assert sorted(samples) == list(range(20 * BATCH))
     whole = run_edit(
-        _new_folder(tmp_path / "whole"), 2 * ranks, 2, **FLAGS,
+        tmp_path / "whole", 2 * ranks, 2, **FLAGS,
         **{k: v for k, v in layout.items() if k != "ranks"},
     )  # fmt: skip
     expected = [line for line in whole.lines("replica-0.jsonl") if "loss" in line]
@@ -131,11 +130,6 @@ def test_skipped_iterations_consume_their_samples(tmp_path: Path) -> None:
     assert max(found["edit/round"]) == max(found["lm loss"])
 
 
-def _new_folder(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 LATE: dict[str, dict[str, Any]] = {
     "delay": {"edit_delay_steps": 2},
     "all": {"edit_fragments": 2, "edit_delay_steps": 2, "edit_mix": 0.25},
@@ -163,7 +157,7 @@ def test_pending_syncs_land_before_replica_count_changes(
     over = {**flags, "train_iters": step, "lr_decay_iters": 9}
     ended = cached_run(run_edit, 2, 2, before=HOOK, **over)
     run_edit(
-        _new_folder(tmp_path / "b"), replicas, replicas, before=HOOK, load=saved.folder / "saves",
+        tmp_path / "b", replicas, replicas, before=HOOK, load=saved.folder / "saves",
         ckpt_step=step, **{**over, "override_opt_param_scheduler": True},
     )  # fmt: skip
     expected, found = (

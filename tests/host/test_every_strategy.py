@@ -65,7 +65,6 @@ def train_variant(
     folder: Path, name: str, layout: str, mode: str, num_replicas: int = 2, **more: Any
 ) -> tuple[EditRun, list[str]]:
     """Train a variant; return the run and the digests of the final parameters by rank."""
-    folder.mkdir()
     ranks, flags = LAYOUTS[layout]
     flags = {"global_batch_size": 4 * num_replicas, **GATHER, **flags, "num_layers": NUM_LAYERS,
              "edit_sync_interval": 4, **VARIANTS[name], **more}  # fmt: skip
@@ -117,7 +116,6 @@ def test_stage_without_units_in_fragment_still_gathers(tmp_path: Path) -> None:
     finals = []
     for name, more in (("blocking", late), ("overlap", {"edit_sync_mode": "overlap"})):
         folder = tmp_path / name
-        folder.mkdir()
         run = run_edit(
             folder, 8, 2, before="tests.host.spy:record", timeout=300, **{**flags, **more}
         )

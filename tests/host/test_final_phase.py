@@ -122,8 +122,6 @@ def test_adacomm_resume_keeps_first_loss(tmp_path: Path) -> None:
 def test_replica_count_can_change_in_phase(tmp_path: Path) -> None:
     """Replicas are equal in the phase: 1 resumes from 2, and each sample is consumed once."""
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     run_edit(first, 2, 2, before=HOOK, save=tmp_path / "saves", save_interval=10,
              exit_interval=10, **PHASE)  # fmt: skip
     run_edit(second, 1, 1, before=HOOK, load=tmp_path / "saves", **PHASE)

@@ -13,7 +13,7 @@ import pytest
 from tests.harness import Flags
 from tests.harness.disk import mounted
 from tests.host.runs import EditRun, cached_run, run_edit
-from tests.host.test_checkpoints import new_folder, newest
+from tests.host.test_checkpoints import newest
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts
 
 pytestmark = pytest.mark.timeout(300)
@@ -36,7 +36,7 @@ def train(folder: Path, disk: Path, name: str, full: str, *, check: bool = True)
     space."""
     world_size, flags = LAYOUTS[name]
     return run_edit(
-        new_folder(folder), world_size, 2, before="tests.host.spy_faults:fill_before_saves",
+        folder, world_size, 2, before="tests.host.spy_faults:fill_before_saves",
         check=check, env={"SPY_DISK": str(disk), "SPY_FULL": full}, save=disk / "saves",
         save_interval=3, **{"train_iters": 12, **DROPOUT, **flags},
     )  # fmt: skip
@@ -65,7 +65,7 @@ def test_failed_save_does_not_stop_training(tmp_path: Path, name: str) -> None:
         assert facts(run.folder, world_size) == facts(whole.folder, world_size)
         assert run.digests(0) == whole.digests(0)
         run_edit(
-            new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves",
+            tmp_path / "b", world_size, 2, before=HOOK, load=disk / "saves",
             ckpt_step=6, **flags,
         )  # fmt: skip
         if name != "leader":  # with it, the others take the leader's inner state
@@ -87,9 +87,7 @@ def test_two_failed_saves_in_a_row_end_training(tmp_path: Path, name: str) -> No
         assert newest(disk / "saves") == 3
         (disk / "filler").unlink()
         flags = {"train_iters": 12, **DROPOUT, **flags}
-        run_edit(
-            new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", **flags
-        )
+        run_edit(tmp_path / "b", world_size, 2, before=HOOK, load=disk / "saves", **flags)
         whole = cached_run(run_edit, world_size, 2, before=HOOK, **flags)
         if name != "leader":
             assert facts(tmp_path / "b", world_size) == facts(whole.folder, world_size)

@@ -49,9 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     # In three steps two replicas consume two global batches, and three replicas three.
     flags = {**FLAGS, "save": saves, "save_interval": 100, "exit_interval": 20,
              "edit_sync_interval": 3}  # fmt: skip
-    with elastic_run(folder, 3, flags=flags) as run:
-        for name in "abc":
-            run.start(name)
+    with elastic_run(folder, 3, flags=flags, start="abc") as run:
         run.wait_for_commits(1)
         run.signal("c", signal.SIGKILL)
         for name in "ab":

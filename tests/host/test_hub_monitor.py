@@ -28,9 +28,7 @@ def test_tools_follow_an_elastic_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         watched.poll()
         return [replica.name for replica in watched.members if watched.membership.members]
 
-    with elastic_run(tmp_path, 2, flags=flags) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path, 2, flags=flags, start="ab") as run:
         run.wait_for(lambda: members() == ["a", "b"], 60)
         run.signal("b", signal.SIGKILL)
         run.wait_for(lambda: members() == ["a"], 30)

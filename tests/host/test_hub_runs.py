@@ -57,7 +57,6 @@ def test_hub_changes_no_bit(
     flags = {**flags, **more, "train_iters": 17, "global_batch_size": 4 * replicas,
              "lr_decay_style": "cosine", "lr_warmup_iters": 3}  # fmt: skip
     plain = tmp_path / "plain"
-    plain.mkdir()
     without = run_edit(
         plain, replicas * ranks, replicas, before=RECORD, edit_sync_mode="blocking",
         edit_warmup_steps=WARMUP, edit_sync_interval=4, **flags,
@@ -110,9 +109,7 @@ def check_rates(run: ElasticRun, returned: str, members: str) -> None:
 def test_killed_replica_returns(tmp_path: Path) -> None:
     flags = {"train_iters": 150, "global_batch_size": 12, "lr_decay_style": "cosine", **RATES}
     before = "tests.host.spy_state:record_rates"
-    with elastic_run(tmp_path, 3, flags=flags, before=before) as run:
-        for name in "abc":
-            run.start(name)
+    with elastic_run(tmp_path, 3, flags=flags, before=before, start="abc") as run:
         run.wait_for_commits(2)
         run.signal("b", signal.SIGKILL)
         run.wait_for(lambda: run.events("leave"), 20)
@@ -132,9 +129,9 @@ def test_killed_replica_returns(tmp_path: Path) -> None:
 
 
 def test_hub_is_killed_again_and_again(tmp_path: Path) -> None:
-    with elastic_run(tmp_path, 2, flags={"train_iters": 300, "global_batch_size": 8}) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(
+        tmp_path, 2, flags={"train_iters": 300, "global_batch_size": 8}, start="ab"
+    ) as run:
         for count in range(10):
             run.wait_for_commits(2 * count + 2)
             run.signal_hub(signal.SIGKILL)
@@ -147,9 +144,7 @@ def test_hub_is_killed_again_and_again(tmp_path: Path) -> None:
 
 def test_frozen_replica_is_fenced_and_rejoins(tmp_path: Path) -> None:
     flags = {"train_iters": 400, "global_batch_size": 12}
-    with elastic_run(tmp_path, 3, flags=flags) as run:
-        for name in "abc":
-            run.start(name)
+    with elastic_run(tmp_path, 3, flags=flags, start="abc") as run:
         run.wait_for_commits(2)
         run.signal("c", signal.SIGSTOP)
         run.wait_for(lambda: run.events("leave"), 30)
@@ -164,9 +159,7 @@ def test_frozen_replica_is_fenced_and_rejoins(tmp_path: Path) -> None:
 
 def test_replica_leaves_on_request_and_another_joins(tmp_path: Path) -> None:
     flags = {"train_iters": 300, "global_batch_size": 8, "exit_signal_handler": True}
-    with elastic_run(tmp_path, 2, flags=flags) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path, 2, flags=flags, start="ab") as run:
         run.wait_for_commits(2)
         run.signal("a", signal.SIGTERM)
         assert run.codes("a") == [0]
@@ -190,9 +183,7 @@ def test_replica_leaves_on_request_and_another_joins(tmp_path: Path) -> None:
 def test_rank_of_a_replica_is_killed(tmp_path: Path, rank: int, more: dict[str, Any]) -> None:
     """The other rank ends by itself, also where rank 0 is killed, which speaks with the hub."""
     flags = {"train_iters": 200, "global_batch_size": 8, "tensor_model_parallel_size": 2, **more}
-    with elastic_run(tmp_path, 2, ranks=2, flags=flags, before=RECORD) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path, 2, ranks=2, flags=flags, before=RECORD, start="ab") as run:
         run.wait_for_commits(2)
         run.signal("b", signal.SIGKILL, rank=rank)
         assert run.codes("b", 5) == ([-9, 5] if rank == 0 else [5, -9]), run.tails()
@@ -207,9 +198,7 @@ def test_rank_of_a_replica_is_killed(tmp_path: Path, rank: int, more: dict[str, 
 def test_timed_rounds_are_elastic(tmp_path: Path) -> None:
     flags = {"edit_strategy": "a-edit", "edit_sync_seconds": 0.5, "edit_sync_interval": None,
              "train_iters": 200, "global_batch_size": 12}  # fmt: skip
-    with elastic_run(tmp_path, 3, flags=flags) as run:
-        for name in "abc":
-            run.start(name)
+    with elastic_run(tmp_path, 3, flags=flags, start="abc") as run:
         run.wait_for_commits(2)
         run.signal("a", signal.SIGKILL)
         run.wait_for(lambda: run.events("leave"), 20)
@@ -224,9 +213,7 @@ def test_hub_stop_ends_the_run_with_a_save(tmp_path: Path) -> None:
     """Also after Ctrl-C in one of two replicas. Would catch an end record that names neither."""
     flags = {"train_iters": 1000, "global_batch_size": 8, "save": tmp_path / "saves",
              "save_interval": 10_000}  # fmt: skip
-    with elastic_run(tmp_path, 2, flags=flags) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path, 2, flags=flags, start="ab") as run:
         run.wait_for_commits(2)
         run.signal("b", signal.SIGINT)
         run.codes("b")
@@ -247,9 +234,7 @@ def test_checkpoint_resumes_with_another_membership(tmp_path: Path) -> None:
     saves = tmp_path / "saves"
     flags = {"train_iters": 80, "global_batch_size": 8, "save": saves, "save_interval": 10,
              "edit_anomaly_warmup_syncs": 1}  # fmt: skip
-    with elastic_run(tmp_path / "first", 2, flags=flags) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path / "first", 2, flags=flags, start="ab") as run:
         run.wait_for_commits(8)
         run.wait_for(lambda: (saves / "latest_checkpointed_iteration.txt").exists(), 30)
         for name in "ab":
@@ -275,9 +260,9 @@ def test_leader_that_was_frozen_in_a_save_does_not_complete_it(tmp_path: Path) -
     flags = {"train_iters": 2000, "global_batch_size": 12, "save": saves, "save_interval": 20,
              "save_retain_interval": 10_000}  # fmt: skip
     tracker = saves / "latest_checkpointed_iteration.txt"
-    with elastic_run(tmp_path, 3, flags=flags, before="tests.host.spy_faults:end_in_save") as run:
-        for name in "abc":
-            run.start(name)
+    with elastic_run(
+        tmp_path, 3, flags=flags, before="tests.host.spy_faults:end_in_save", start="abc"
+    ) as run:
         run.wait_for_commits(2)
         old = run.events("epoch")[-1]["leader"]
         others = "abc".replace(old, "")
@@ -329,10 +314,8 @@ def test_joiner_copies_moments(tmp_path: Path, policy: str) -> None:
     """With the policy `reset` it begins with moments of its own."""
     flags = {"train_iters": 200, "global_batch_size": 8, "edit_inner_state": policy}
     with elastic_run(
-        tmp_path, 2, flags=flags, before="tests.host.spy_state:record_first_moments"
+        tmp_path, 2, flags=flags, before="tests.host.spy_state:record_first_moments", start="ab"
     ) as run:
-        for name in "ab":
-            run.start(name)
         run.wait_for_commits(2)
         run.start("c")
         run.wait_for(lambda: "c" in run.events("commit")[-1]["members"], 60)
@@ -347,10 +330,8 @@ def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
     """With all units on their way: collectives that wait for it must not hold up the next ones."""
     flags = {"train_iters": 120, "global_batch_size": 8, "num_layers": 6}
     with elastic_run(
-        tmp_path, 4, flags=flags, before="tests.host.spy_faults:end_in_exchange"
+        tmp_path, 4, flags=flags, before="tests.host.spy_faults:end_in_exchange", start="abcd"
     ) as run:
-        for name in "abcd":
-            run.start(name)
         run.wait_for_commits(2)
         (run.spy_dir("c") / "signal").write_text(str(int(SIGNALS[how])))
         run.wait_for(lambda: run.events("leave"), 40)
@@ -367,7 +348,6 @@ def test_average_that_is_corrupt_on_all_replicas_is_not_applied(tmp_path: Path) 
     ranks, flags = LAYOUTS["tp2"]
     flags = {**flags, "train_iters": 14, "global_batch_size": 8}
     plain = tmp_path / "plain"
-    plain.mkdir()
     run_edit(
         plain, 2 * ranks, 2, before=RECORD, edit_sync_mode="blocking", edit_warmup_steps=WARMUP,
         edit_sync_interval=4, **flags,
@@ -394,9 +374,7 @@ def test_evaluations_and_tensorboard_need_no_other_replica(tmp_path: Path) -> No
     """All replicas hold the same parameters at an evaluation, and only the leader records it."""
     flags = {"train_iters": 60, "global_batch_size": 8, "eval_interval": 10, "eval_iters": 2,
              "tensorboard_dir": tmp_path / "board", "num_layers": 4}  # fmt: skip
-    with elastic_run(tmp_path, 2, flags=flags) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path, 2, flags=flags, start="ab") as run:
         run.wait_for_commits(3)
         run.signal("a", signal.SIGKILL)
         finish(run, "b")
@@ -410,9 +388,7 @@ def test_request_to_stop_in_the_warm_up_saves(tmp_path: Path) -> None:
     saves = tmp_path / "saves"
     flags = {"train_iters": 4000, "global_batch_size": 8, "exit_signal_handler": True,
              "edit_warmup_steps": 3000, "save": saves, "save_interval": 10_000}  # fmt: skip
-    with elastic_run(tmp_path / "first", 2, flags=flags) as run:
-        for name in "ab":
-            run.start(name)
+    with elastic_run(tmp_path / "first", 2, flags=flags, start="ab") as run:
         run.wait_for(lambda: len(run.lines("replica-a.jsonl")) > 5)
         run.signal("b", signal.SIGTERM)
         finish(run, "ab")
@@ -422,9 +398,7 @@ def test_request_to_stop_in_the_warm_up_saves(tmp_path: Path) -> None:
 def test_fewer_than_the_minimum_wait_for_one_that_returns(tmp_path: Path) -> None:
     """Two of three are killed: the last one commits nothing until one of them is back."""
     flags = {"train_iters": 80, "global_batch_size": 12}
-    with elastic_run(tmp_path, 3, minimum=2, flags=flags) as run:
-        for name in "abc":
-            run.start(name)
+    with elastic_run(tmp_path, 3, minimum=2, flags=flags, start="abc") as run:
         run.wait_for_commits(2)
         run.signal("a", signal.SIGKILL)
         run.wait_for(lambda: run.events("commit")[-1]["members"] == ["b", "c"], 30)

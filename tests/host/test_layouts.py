@@ -110,7 +110,6 @@ def train_plain(
     folder: Path, *, bf16: bool, offload: bool
 ) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
     """Train two replicas of two ranks; return digests by sync, final digests and sync lines."""
-    folder.mkdir()
     run = run_edit(
         folder, 4, 2, before="tests.host.spy:record", edit_sync_mode="blocking",
         edit_offload=offload, bf16=bf16, train_iters=17, **PLAIN_DDP,

@@ -52,8 +52,6 @@ def test_moments_are_equal_after_a_sync(tmp_path: Path) -> None:
 
 def test_moments_overlap_equals_blocking(tmp_path: Path) -> None:
     """Also with offload: moments land before the next step in both modes."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     blocking = run_edit(tmp_path / "a", 2, 2, before=HOOK, edit_sync_mode="blocking",
                         **(STEPS | BOTH | GATHER))  # fmt: skip
     overlap = run_edit(tmp_path / "b", 2, 2, before=HOOK, edit_sync_mode="overlap",

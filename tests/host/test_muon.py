@@ -80,9 +80,7 @@ def test_outer_presets_depend_on_inner_optimizer() -> None:
 )
 def test_one_replica_with_identity_outer_step_is_stock_muon(tmp_path: Path, form: Flags) -> None:
     """N = 1, nu = 1, mu_o = 0, no penalty. Would catch a sync that changes Muon's state."""
-    (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", 2, **form)
-    (tmp_path / "edit").mkdir()
     run_edit(
         tmp_path / "edit", 2, 1, before=RECORD, edit_outer_lr=1.0, edit_outer_momentum=0.0,
         **form, **PENALTY_OFF,
@@ -109,8 +107,6 @@ def test_checkpoint_loads_with_other_ranks_and_form(tmp_path: Path, form: Flags)
     saves = [tmp_path / "from-plain", tmp_path / "from-layer-wise"]
     series = []
     for folder, saved in zip(saves, (PLAIN | {"bf16": True}, LAYER_WISE), strict=True):
-        for name in ("save", "load"):
-            (tmp_path / f"{folder.name}-{name}").mkdir()
         run_edit(
             tmp_path / f"{folder.name}-save", 4, 2, save=folder, save_interval=5, train_iters=8,
             **saved,

@@ -37,7 +37,6 @@ def train_in_mode(
     folder: Path, layout: str, mode: str, *, num_replicas: int = 2, **more: Any
 ) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
     """Train; return digests by sync, digests of the final parameters by rank, and sync lines."""
-    folder.mkdir()
     ranks, flags = LAYOUTS[layout]
     flags = {"global_batch_size": 4 * num_replicas, **GATHER, **flags, **more}
     run = run_edit(

@@ -21,7 +21,7 @@ FLAGS: dict[str, Any] = {
 
 def train(folder: Path, **flags: Any) -> EditRun:
     """Train four replicas of one rank, two of them on each site, all on this host."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     placement = folder / "placement"
     host = socket.gethostname()
     placement.write_text(f"[paris]\n{host}\n{host}\n[lyon]\n{host}\n{host}\n")
@@ -57,7 +57,6 @@ def test_reported_bytes_are_those_of_places(tmp_path: Path) -> None:
     """Catches a report that counts a flat exchange."""
     run = train(tmp_path / "run", edit_sync_mode="blocking")
     flat = tmp_path / "flat"
-    flat.mkdir()
     without = run_edit(flat, 4, 4, **FLAGS)
     line, usual = run.syncs[-1], without.syncs[-1]
     assert line["wire_bytes"] != usual["wire_bytes"]

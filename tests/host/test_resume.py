@@ -159,7 +159,6 @@ def test_frequent_saves_and_evaluations_change_nothing(tmp_path: Path, name: str
         "eval_iters": 1,
     }
     for folder, more in (("plain", {}), ("often", often)):
-        (tmp_path / folder).mkdir()
         run_edit(
             tmp_path / folder, world, 2, before=HOOK, train_iters=ITERATIONS, **DROPOUT, **flags,
             **more,

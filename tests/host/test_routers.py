@@ -80,8 +80,6 @@ def test_endless_warmup_with_router_biases_equals_stock(
 ) -> None:
     """Token counts of all replicas change a bias. Would catch a replica that counts only its
     own, and counts of a type that cannot be summed."""
-    (tmp_path / "stock").mkdir()
-    (tmp_path / "edit").mkdir()
     run_stock(tmp_path / "stock", 2, global_batch_size=4, **flags)
     run_edit(
         tmp_path / "edit", 2, 2, global_batch_size=4, before=f"tests.host.{hook}",

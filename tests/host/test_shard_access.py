@@ -23,7 +23,6 @@ MODES: dict[str, Flags] = {
 
 def trained(folder: Path, spy: str, mode: str) -> tuple[object, ...]:
     """Train; return digests by sync, norms, and digests of the final parameters of all ranks."""
-    folder.mkdir()
     run = run_edit(
         folder, 4, 2, before=f"tests.host.{spy}", train_iters=12, global_batch_size=8, bf16=True,
         **GATHER, **MODES[mode],

@@ -10,7 +10,7 @@ import pytest
 from tests.harness import Flags
 from tests.host.layouts import GATHER
 from tests.host.runs import cached_run, run_edit
-from tests.host.test_checkpoints import STOP, manifest, new_folder, newest
+from tests.host.test_checkpoints import STOP, manifest, newest
 from tests.host.test_resume import DROPOUT, HOOK, facts
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,12 +43,12 @@ def test_stop_during_delayed_sync_or_async_save(tmp_path: Path, name: str, step:
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 30, "edit_sync_interval": 8, **DROPOUT, **LATE[name]}
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
+        tmp_path / "a", 4, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
         save_interval=1000, exit_signal_handler=True, **flags,
     )  # fmt: skip
     kept = manifest(saves, newest(saves))
     assert kept["form"] == "all" and any(entry["inner_steps"] for entry in kept["replicas"])
-    run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
+    run_edit(tmp_path / "b", 4, 2, before=HOOK, load=saves, **flags)
     whole = cached_run(run_edit, 4, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
@@ -61,10 +61,10 @@ def test_stop_near_exit_interval(tmp_path: Path, step: str) -> None:
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
     run_edit(
-        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
+        tmp_path / "a", 2, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
         save_interval=1000, exit_signal_handler=True, exit_interval=16, **flags,
     )  # fmt: skip
-    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
+    run_edit(tmp_path / "b", 2, 2, before=HOOK, load=saves, **flags)
     whole = cached_run(run_edit, 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
@@ -78,12 +78,10 @@ def test_stop_among_skipped_iterations(tmp_path: Path) -> None:
                     "save_interval": 1000, "iterations_to_skip": [8, 9, 10, 11, 12, 13],
                     **DROPOUT}  # fmt: skip
     env = {**STOP, "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
-    run_edit(
-        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags
-    )
+    run_edit(tmp_path / "a", 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags)
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["step"] > 7 >= second["step"]
-    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, **flags)
+    run_edit(tmp_path / "b", 2, 2, before=HOOK, **flags)
     flags["save"] = flags["load"] = tmp_path / "none"
-    run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    run_edit(tmp_path / "whole", 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)

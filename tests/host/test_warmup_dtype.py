@@ -135,8 +135,6 @@ def test_final_phase_has_error_feedback(tmp_path: Path, step: int) -> None:
 def test_other_number_of_replicas_begins_without_residuals(tmp_path: Path) -> None:
     """One replica resumes the warm-up of two, says so, and consumes each sample once."""
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     flags: Flags = {**WARMUP, "train_iters": 8}
     run_edit(first, 2, 2, before=HOOK, save=tmp_path / "saves", save_interval=4, exit_interval=4,
              **flags)  # fmt: skip
@@ -151,8 +149,6 @@ def test_other_number_of_replicas_begins_without_residuals(tmp_path: Path) -> No
 def test_warmup_resumes_with_other_settings(tmp_path: Path, change: str) -> None:
     """With another data-parallel size, whose shards are others, and with another data type."""
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     flags: Flags = {"edit_strategy": "ddp", "edit_warmup_dtype": INT8, "train_iters": 8}
     run_edit(first, 2, 2, before=HOOK, save=tmp_path / "saves", save_interval=4, exit_interval=4,
              **flags)  # fmt: skip
