@@ -185,7 +185,7 @@ def load_outer(
 def load_pending(
     checkpoint: Path, manifest: Manifest, replica: int, shards: RankShards
 ) -> list[PendingState]:
-    """Load the syncs that had not landed on a saved replica, to land them on its parameters here."""
+    """Load the syncs of a saved replica that had not landed, to land them here."""
     # Without moments: the inner optimizer state that they belong to is not loaded.
     saved = [replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
     syncs = _pending(saved, shards.plan)
