@@ -1,4 +1,4 @@
-"""The control record that a replica sends to the others at a meeting.
+"""The control record that a replica sends to the others at a meeting, and flags inside a replica.
 
 All decisions across replicas depend on the gathered records alone.
 """

@@ -1,4 +1,4 @@
-"""What the hub does when the time for something is over. Pure: times are given."""
+"""Which replicas are silent, and what the hub does when a time is over. Pure: times are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes EDiT's scalars to Megatron's TensorBoard and W&B writers, and `run.json`."""
+"""Writes EDiT's scalars to Megatron's TensorBoard and W&B writers, whose errors do not end a run,
+and `run.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms in float64, without a float64 copy of the tensor. No communication."""
+"""Norms in float64, without a float64 copy of the tensor, and projections. No communication."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Synchronous training: identical start, warm-up, switch (method section 2), and final phase.
 
 In the warm-up and in the final phase gradients are averaged over the replicas at every step
-(`gradients.py`). When the final phase begins, the last sync of the rounds has landed, so that the
+(below). When the final phase begins, the last sync of the rounds has landed, so that the
 parameters are already identical; inner moments, step counters, loss scales and positions of the
 learning-rate schedule still differ between the replicas and are equalized here.
 """

@@ -1,4 +1,4 @@
-"""Drift check: replicas must hold the same bits; an error names the unit that differs."""
+"""Checks of a sync: equal bits on all replicas, finite parameters, and one plan before it."""
 
 from __future__ import annotations
 

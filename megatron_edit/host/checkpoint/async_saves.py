@@ -1,4 +1,4 @@
-"""Errors of writing a checkpoint, recorded until all ranks have made the same collectives.
+"""Asynchronous saves: their errors, the worker that writes them, and requests that are merged.
 
 Megatron's saves are collective. If a rank raised between two of their collectives, the others would
 wait in the next one; so an error of one rank is recorded, and the rank continues. An error on any

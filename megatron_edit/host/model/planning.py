@@ -1,4 +1,4 @@
-"""Plans the units of a replica's model, and the origin of each of their parameter shards."""
+"""What the engine gets of a replica's model: units and their shards, gradients, router biases."""
 
 from __future__ import annotations
 
