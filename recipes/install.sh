@@ -21,7 +21,8 @@ before=$(version_of_torch)
 git clone --quiet --depth 1 --branch "${MEGATRON_LM_REF:-core_v0.19.0}" \
     "${MEGATRON_LM_URL:-https://github.com/NVIDIA/Megatron-LM}" "$clone"
 # Without dependencies, which name torch: an image's own build of it must stay.
-python -m pip install --no-cache-dir --no-deps "$package" 'einops>=0.8' 'psutil>=6' 'pybind11>=2.13'
+python -m pip install --no-cache-dir --no-deps "$package" 'einops>=0.8' 'msgspec>=0.19' \
+    'psutil>=6' 'pybind11>=2.13' 'cryptography>=42' 'cffi>=1.16'  # which cryptography needs
 # Megatron compiles this helper at the first start, which only the owner of the clone could do.
 make --silent -C "$clone/megatron/core/datasets"
 [ "$(version_of_torch)" = "$before" ] || {

@@ -7,7 +7,6 @@ Where the main thread does not take the last order, the thread ends the process.
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import queue
@@ -18,25 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
 
 from megatron_edit.elastic.channel import (
-    LENGTH,
-    MAC_BYTES,
+    CONNECT_SECONDS,
     MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
-    PEER,
     QUERY,
     REPLICA,
     STANDING,
     ChannelError,
-    FrameCodec,
+    HubAddress,
+    Session,
     TooLongError,
-    configure_socket,
-    is_proof,
-    new_nonce,
-    proof,
+    open_session,
 )
 from megatron_edit.elastic.deadlines import SILENT_SECONDS
 from megatron_edit.elastic.hub_state import Standing
@@ -69,110 +61,8 @@ from megatron_edit.flags import endpoint_text
 HEARTBEAT_SECONDS = 1.0
 MAX_WORKING_SECONDS = 1800.0  # for which heartbeats count as progress in work without steps
 READ_SECONDS = 0.05
-CONNECT_SECONDS = 5.0
-MAX_CLOSED = 5  # connections that a hub closes at the proof, before it is taken for a refusal
 UNTAKEN_SECONDS = 20.0  # after which a main thread that does not take the last order hangs
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 1.0
-
-
-@dataclass(frozen=True)
-class HubAddress:
-    """Where the hub listens, and the token that it shares."""
-
-    host: str
-    port: int
-    token: bytes = b""
-
-
-class ProofRefusedError(ConnectionError):
-    """The other side has closed the connection instead of answering the proof."""
-
-
-def open_session(
-    address: HubAddress, timeout: float, role: bytes = PEER
-) -> tuple[socket.socket, FrameCodec]:
-    """Connect to a hub, or to another program of the run, and prove the token both ways.
-
-    Args:
-        timeout: seconds for all of it.
-        role: what the session is for; see `channel`.
-
-    Raises:
-        OSError: it cannot be reached within `timeout` seconds.
-        ChannelError: it does not have the token, or there is none and it is on another machine.
-    """
-    until = time.monotonic() + timeout
-    connection = _connect(address, until)
-    try:
-        configure_socket(connection)
-        hub_nonce, nonce = _read(connection, NONCE_BYTES, until), new_nonce()
-        connection.sendall(nonce + proof(address.token, role, hub_nonce, nonce))
-        try:
-            answer = _read(connection, MAC_BYTES, until)
-        except ConnectionError as error:
-            raise ProofRefusedError("the other side has closed the connection") from error
-        if not is_proof(answer, proof(address.token, b"hub", hub_nonce, nonce)):
-            raise ChannelError("the other side does not have this token")
-        connection.settimeout(timeout)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, TimeoutError):
-            silent = (
-                "it accepts connections, and does not answer: another program, or a stopped one"
-            )
-            raise TimeoutError(silent) from None
-        raise
-    codec = FrameCodec.session(address.token, hub_nonce, nonce, is_hub=False, role=role)
-    return connection, codec
-
-
-def _connect(address: HubAddress, until: float) -> socket.socket:
-    """Connect to the first address of a host that answers."""
-    failure: OSError = OSError(f"{address.host} has no address")
-    for family, kind, protocol, _, place in _resolve(address, until):
-        if not address.token and not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
-            raise ChannelError("without a token only a hub on this machine is used")
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(_left(until))
-            connection.connect(place)
-        except OSError as error:
-            failure = error
-            connection.close()
-        else:
-            return connection
-    raise failure
-
-
-def _resolve(address: HubAddress, until: float) -> list[Any]:
-    """What `socket.getaddrinfo` finds; as that has no time-out, a thread calls it."""
-    found: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
-
-    def look_up() -> None:
-        try:
-            found.put(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            found.put(error if isinstance(error, OSError) else OSError(str(error)))
-
-    threading.Thread(target=look_up, name="edit-hub-name", daemon=True).start()
-    try:
-        addresses = found.get(timeout=_left(until))
-    except queue.Empty:
-        raise TimeoutError(f"the name {address.host} is not resolved in time") from None
-    if isinstance(addresses, OSError):
-        raise addresses
-    return addresses
-
-
-def _left(until: float) -> float:
-    """Seconds until a time.
-
-    Raises:
-        TimeoutError: none.
-    """
-    if (left := until - time.monotonic()) <= 0:
-        raise TimeoutError("the other side does not answer in time")
-    return left
 
 
 def query(address: HubAddress, what: bytes, timeout: float = CONNECT_SECONDS) -> bytes:
@@ -181,10 +71,9 @@ def query(address: HubAddress, what: bytes, timeout: float = CONNECT_SECONDS) ->
     Raises:
         OSError, ChannelError: see `open_session`.
     """
-    connection, codec = open_session(address, timeout, QUERY)
-    with connection:
-        connection.sendall(codec.encode(what))
-        return codec.decode(read_frame(connection))
+    with open_session(address, timeout, QUERY) as session:
+        session.send(what)
+        return session.receive(time.monotonic() + timeout)
 
 
 class Agent:
@@ -207,13 +96,13 @@ class Agent:
         self._state = ReplicaState.fresh(hello)
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._session: tuple[socket.socket, FrameCodec] | None = None
+        self._session: Session | None = None
         self._progress = (0, 0, 0)
         self._working_until, self._num_beats = -math.inf, 0  # beats until then
         self._wakes, self._wake = socket.socketpair()  # a byte for each report
         self._wakes.setblocking(False)
         self._wake.setblocking(False)
-        self._last_heard, self._num_closed, self._run_id = 0.0, 0, b""
+        self._last_heard, self._run_id = 0.0, b""
         self._last_order: LastOrder | None = None
         self._is_taken = threading.Event()  # the last order, or nobody waits for orders any more
         self._closing = threading.Event()
@@ -356,9 +245,9 @@ class Agent:
             ChannelError: the hub has the journal of another run.
         """
         session = open_session(self._address, CONNECT_SECONDS, REPLICA)
-        run = session[1].run
+        run = session.run
         if self._has_hub and self._run_id != run:
-            session[0].close()
+            session.close()
             raise ChannelError("it has the journal of another run")
         self._session, self._run_id, self._last_heard = session, run, self._clock()
 
@@ -373,25 +262,22 @@ class Agent:
         place = f"hub {endpoint_text(self._address.host, self._address.port)}"
         if isinstance(error, ChannelError) and not self._has_hub:
             return Refused(place, str(error), "check its address, token and --state-dir")
-        self._num_closed += isinstance(error, ProofRefusedError) and not self._run_id
-        if self._num_closed > MAX_CLOSED:
-            return Refused(place, "it closes the connection", "give hub and replicas one token")
         if self._clock() - self._last_heard > self._timeout:
             return End(f"no {place}: {error}", 4)
         return None
 
     def _drop(self) -> None:
         if self._session is not None:
-            self._session[0].close()
+            self._session.close()
             self._session = None
 
     def _exchange(self, selector: selectors.BaseSelector) -> None:
         """Send and receive until the connection ends, or the hub is silent."""
         assert self._session is not None, "no connection"
-        connection, codec = self._session
-        selector.register(connection, selectors.EVENT_READ)
+        session = self._session
+        selector.register(session.connection, selectors.EVENT_READ)
         selector.register(self._wakes, selectors.EVENT_READ)
-        reader, next_beat = _FrameReader(codec), self._clock()
+        next_beat = self._clock()
         while self._state.task is not Task.ENDED:
             self._take_reports()
             if self._clock() >= next_beat:
@@ -404,14 +290,13 @@ class Agent:
             ready = [key.fileobj for key, _ in selector.select(READ_SECONDS)]
             if self._wakes in ready:
                 self._wakes.recv(1 << 12)
-            if connection not in ready:
+            if session.connection not in ready:
                 if self._clock() - self._last_heard > SILENT_SECONDS:
                     return
                 continue
-            if not (chunk := connection.recv(1 << 16)):
-                return
+            payloads = session.poll()
             self._last_heard = self._clock()
-            for payload in reader.feed(chunk):
+            for payload in payloads:
                 self._apply(receive(self._state, decode(payload, FromHub)))
 
     def _take_reports(self) -> None:
@@ -428,56 +313,5 @@ class Agent:
     def _send(self, message: FromReplica) -> None:
         """Without a connection nothing is sent: the next `Hello` says it again."""
         if self._session is not None:
-            connection, codec = self._session
-            connection.sendall(codec.encode(encode(message)))
-            codec.max_bytes = MAX_MESSAGE_BYTES  # after `Hello`
-
-
-class _FrameReader:
-    """Frames out of chunks of bytes."""
-
-    def __init__(self, codec: FrameCodec) -> None:
-        self._codec, self._rest = codec, bytearray()
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        self._rest += chunk
-        payloads: list[bytes] = []
-        while len(self._rest) >= LENGTH.size:
-            head = bytes(self._rest[: LENGTH.size])
-            end = LENGTH.size + FrameCodec.frame_bytes(head, self._codec.max_bytes)
-            if len(self._rest) < end:
-                break
-            payloads.append(self._codec.decode(bytes(self._rest[LENGTH.size : end])))
-            del self._rest[:end]
-        return payloads
-
-
-def read_frame(connection: socket.socket) -> bytes:
-    """The next frame, without its length, within the time-out of the connection.
-
-    Raises:
-        OSError, ChannelError: the connection has ended, or the frame is too long.
-    """
-    timeout = connection.gettimeout()
-    until = time.monotonic() + (timeout or CONNECT_SECONDS)
-    try:
-        size = FrameCodec.frame_bytes(_read(connection, LENGTH.size, until))
-        return _read(connection, size, until)
-    finally:
-        connection.settimeout(timeout)
-
-
-def _read(connection: socket.socket, size: int, until: float) -> bytes:
-    """Exactly so many bytes.
-
-    Raises:
-        OSError: they are not there at the time `until`, or the connection has ended.
-    """
-    parts = bytearray()
-    while len(parts) < size:
-        connection.settimeout(_left(until))
-        chunk = connection.recv(size - len(parts))
-        if not chunk:
-            raise ConnectionError("the other side has closed the connection")
-        parts += chunk
-    return bytes(parts)
+            self._session.send(encode(message))
+            self._session.max_bytes = MAX_MESSAGE_BYTES  # after `Hello`

@@ -10,34 +10,35 @@ Requests and the header are JSON. An answer is one byte that says what it is, an
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Annotated, NoReturn, Protocol
 
-from megatron_edit.elastic.agent import CONNECT_SECONDS, HubAddress, open_session
+import msgspec
+
 from megatron_edit.elastic.channel import (
-    LENGTH,
-    MAC_BYTES,
-    NONCE_BYTES,
+    CANCEL_SECONDS,
+    CONNECT_SECONDS,
     ChannelError,
-    FrameCodec,
-    is_proof,
-    new_nonce,
-    proof,
+    HubAddress,
+    Session,
+    accept_session,
+    configure_socket,
+    never,
+    open_session,
+    shut_down,
+    tls_context,
 )
-from megatron_edit.elastic.messages import MessageError, to_json
+from megatron_edit.elastic.messages import LARGEST, Integer, MessageError, from_json
 from megatron_edit.flags import endpoint_text
 
 CHUNK_BYTES = 512 << 10  # of one answer, at most
-MAX_REQUEST_BYTES = 4 << 10
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSOR_NAME = 256  # characters
 MAX_ERROR_CHARACTERS = 200
@@ -48,13 +49,13 @@ TRANSFER_SECONDS = 30.0  # for one frame; a donor may wait for its trainer befor
 IDLE_SECONDS = 60.0  # between two requests
 SILENCE_SECONDS = 30.0  # without a byte of the state from any donor
 PAUSE_SECONDS = 0.5  # before all donors are tried again
-CANCEL_SECONDS = 0.1  # between two looks at `is_cancelled`
 ACCEPT_SECONDS = 1.0
+_TensorName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TENSOR_NAME)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 CHUNK, HEADER, HEADER_PART, MOVED, ERROR = b"c", b"h", b"p", b"m", b"e"  # kinds of answers
 
 
-@dataclass(frozen=True, slots=True)
-class CopyHeader:
+class CopyHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a donor has.
 
     Attributes:
@@ -64,10 +65,10 @@ class CopyHeader:
         sizes: name and bytes of each tensor, in the order of the copy.
     """
 
-    round: int
+    round: Integer
     digest: str
     about: str
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[_TensorName, _Size], ...]
 
 
 class CopySource(Protocol):
@@ -93,118 +94,19 @@ class CopyMovedError(Exception):
 # ---- both sides
 
 
-def _never() -> bool:
-    return False
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for a part of a tensor, or without a name for the header."""
+
+    round: Integer
+    name: str = ""
+    start: Integer = 0
+    size: Integer = 0
 
 
-def _receive(
-    connection: socket.socket, size: int, until: float, is_cancelled: Callable[[], bool] = _never
-) -> bytes:
-    """Exactly `size` bytes.
-
-    Raises:
-        InterruptedError: cancelled.
-        OSError: the connection has ended, or the bytes are not there at the time `until`.
-    """
-    buffer, num_received = bytearray(size), 0
-    view = memoryview(buffer)
-    while num_received < size:
-        if is_cancelled():
-            raise InterruptedError("the copy has been cancelled")
-        if (left := until - time.monotonic()) <= 0:
-            raise TimeoutError("the other side is silent, or too slow")
-        connection.settimeout(min(left, CANCEL_SECONDS))
-        try:
-            num = connection.recv_into(view[num_received:])
-        except TimeoutError:
-            continue
-        if not num:
-            raise ConnectionError("the other side has closed the connection")
-        num_received += num
-    return bytes(buffer)
-
-
-class _Session:
-    """Frames over a connection, each within a time."""
-
-    def __init__(
-        self, connection: socket.socket, codec: FrameCodec,
-        is_cancelled: Callable[[], bool] = _never,
-    ) -> None:  # fmt: skip
-        self._connection, self._codec, self._is_cancelled = connection, codec, is_cancelled
-
-    def send(self, payload: bytes) -> None:
-        self._connection.settimeout(TRANSFER_SECONDS)
-        self._connection.sendall(self._codec.encode(payload))
-
-    def receive(self, max_bytes: int, until: float) -> bytes:
-        """The payload of the next frame, which must begin before `until`."""
-        head = _receive(self._connection, LENGTH.size, until, self._is_cancelled)
-        if (size := FrameCodec.frame_bytes(head)) > max_bytes + MAC_BYTES:
-            raise ChannelError(f"a frame of {size} bytes; at most {max_bytes} are expected here")
-        until = time.monotonic() + TRANSFER_SECONDS
-        return self._codec.decode(_receive(self._connection, size, until, self._is_cancelled))
-
-
-def _prepare(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def _end(connection: socket.socket) -> None:
-    """Close a connection, also where a forked process has inherited it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-class _Span(NamedTuple):
-    """A part of a tensor."""
-
-    name: str
-    start: int
-    size: int
-
-
-def _spans(sizes: Sequence[tuple[str, int]]) -> Iterator[_Span]:
-    for name, total in sizes:
+def _requests(header: CopyHeader) -> Iterator[_Request]:
+    for name, total in header.sizes:
         for start in range(0, total, CHUNK_BYTES):
-            yield _Span(name, start, min(CHUNK_BYTES, total - start))
-
-
-def _fields(payload: bytes, **kinds: type) -> list[Any]:
-    """The fields of a JSON object, whose names and types are given.
-
-    Raises:
-        MessageError: other fields, or a field of another type.
-    """
-    try:
-        record = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise MessageError("not a JSON text") from error
-    if not isinstance(record, dict) or set(record) != set(kinds):
-        raise MessageError("not a JSON object with the fields that are expected")
-    for name, kind in kinds.items():
-        if type(record[name]) is not kind:
-            raise MessageError(f"{name}: not of type {kind.__name__}")
-    return [record[name] for name in kinds]
-
-
-def _header_of(payload: bytes) -> CopyHeader:
-    """The header in an answer.
-
-    Raises:
-        MessageError: not a header.
-    """
-    round, digest, about, sizes = _fields(payload, round=int, digest=str, about=str, sizes=list)
-    for each in sizes:
-        if not isinstance(each, list) or [type(value) for value in each] != [str, int]:
-            raise MessageError("sizes: not pairs of name and bytes")
-        if not 0 < len(each[0]) <= MAX_TENSOR_NAME or each[1] < 0:
-            raise MessageError("sizes: a name that is too long or empty, or a negative size")
-    if len({name for name, _ in sizes}) < len(sizes):
-        raise MessageError("sizes: a name that occurs twice")
-    return CopyHeader(round, digest, about, tuple((name, size) for name, size in sizes))
+            yield _Request(header.round, name, start, min(CHUNK_BYTES, total - start))
 
 
 # ---- the donor
@@ -242,8 +144,7 @@ class CopyServer:
             self._is_closed = True
             # Closed by their threads: a number of a closed socket may be given to another one.
             for each in (self._listener, *self._connections):
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                shut_down(each)
         self._thread.join(2 * ACCEPT_SECONDS)
 
     def _accept(self) -> None:
@@ -262,7 +163,7 @@ class CopyServer:
     def _begin(self, connection: socket.socket) -> None:
         """Serve a connection in a thread; where there are too many of them, close it."""
         if not self._unproven.acquire(blocking=False):
-            _end(connection)
+            connection.close()
             return
         try:
             threading.Thread(
@@ -270,18 +171,19 @@ class CopyServer:
             ).start()
         except RuntimeError:  # the system allows no further thread
             self._unproven.release()
-            _end(connection)
+            connection.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, plain: socket.socket) -> None:
+        session = None
         try:
             try:
-                with self._lock:
-                    if self._is_closed:
-                        return
-                    self._connections.add(connection)
-                session, first = self._authenticate(connection)
+                session = self._session(plain)
+                until = time.monotonic() + CONNECT_SECONDS
+                accept_session(session, until)
+                first = session.receive(until)
             finally:
                 self._unproven.release()
+            session.send_seconds = TRANSFER_SECONDS
             if not self._peers.acquire(blocking=False):
                 session.send(ERROR + b"others copy from this donor, as many as it serves at once")
                 return
@@ -292,16 +194,23 @@ class CopyServer:
         except (OSError, ChannelError, MessageError):
             pass  # a peer that keeps to no protocol, or is gone: only its connection ends
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            _end(connection)
+            if session is not None:
+                with self._lock:
+                    self._connections.discard(session.connection)
+                session.close()
+            plain.close()
 
-    def _authenticate(self, connection: socket.socket) -> tuple[_Session, bytes]:
-        """The session with a peer, and its first request."""
-        _prepare(connection)
-        until = time.monotonic() + CONNECT_SECONDS
-        session = _Session(connection, accept_session(connection, self._token, until))
-        return session, session.receive(MAX_REQUEST_BYTES, until)
+    def _session(self, plain: socket.socket) -> Session:
+        """A session before its handshake, which `close` can end."""
+        configure_socket(plain)
+        context = tls_context(self._token, is_server=True)
+        connection = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                raise ConnectionError("the server is closed")
+            self._connections.add(connection)
+        return Session(connection, max_bytes=CHUNK_BYTES + 1)
 
 
 def _listen(host: str) -> socket.socket:
@@ -314,32 +223,10 @@ def _listen(host: str) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def accept_session(connection: socket.socket, token: bytes, until: float) -> FrameCodec:
-    """Prove the token both ways, as the side that has been connected to.
-
-    Args:
-        connection: of a peer that uses `open_session`.
-        until: when the proof must be there, in monotonic seconds.
-
-    Raises:
-        OSError: the peer is gone, or too slow.
-        ChannelError: it does not have the token.
-    """
-    own = new_nonce()
-    connection.settimeout(CONNECT_SECONDS)
-    connection.sendall(own)
-    answer = _receive(connection, NONCE_BYTES + MAC_BYTES, until)
-    nonce, given = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not is_proof(given, proof(token, b"peer", own, nonce)):
-        raise ChannelError("a wrong token")
-    connection.sendall(proof(token, b"hub", own, nonce))
-    return FrameCodec.session(token, own, nonce, is_hub=True)
-
-
 class _Peer:
     """Answers the requests of one peer, one after another. One answer is in memory at a time."""
 
-    def __init__(self, session: _Session, source: CopySource) -> None:
+    def __init__(self, session: Session, source: CopySource) -> None:
         self._session, self._source = session, source
         self._sizes: dict[str, int] = {}  # of the header that the peer has been sent
 
@@ -350,30 +237,29 @@ class _Peer:
             OSError, ChannelError, MessageError: the peer is gone, silent, or not of this protocol.
         """
         while True:
-            span, round = self._checked(request)
+            asked = self._checked(request)
             try:
-                answers = self._chunk(round, span) if span.name else self._header()
+                answers = self._chunk(asked) if asked.name else self._header()
             except Exception as error:  # of the source; the peer asks another donor
                 text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
                 answers = [ERROR + text.encode(errors="replace")]
             for each in answers:
                 self._session.send(each)
             until = time.monotonic() + IDLE_SECONDS
-            request = self._session.receive(MAX_REQUEST_BYTES, until)
+            request = self._session.receive(until, seconds=TRANSFER_SECONDS)
 
-    def _checked(self, request: bytes) -> tuple[_Span, int]:
-        """What is asked for, and of which round; without a name it is the header."""
-        round, name, start, size = _fields(request, round=int, name=str, start=int, size=int)
-        if name:
-            left = self._sizes.get(name, 0) - start
-            if start < 0 or not 0 < size <= min(CHUNK_BYTES, left):
+    def _checked(self, payload: bytes) -> _Request:
+        request: _Request = from_json(payload, _Request)
+        if request.name:
+            left = self._sizes.get(request.name, 0) - request.start
+            if request.start < 0 or not 0 < request.size <= min(CHUNK_BYTES, left):
                 raise MessageError("a request for what the header does not have")
-        return _Span(name, start, size), round
+        return request
 
     def _header(self) -> list[bytes]:
         if (header := self._source.header()) is None:
             return [MOVED]
-        payload = to_json(asdict(header))
+        payload = msgspec.json.encode(header)
         if len(payload) > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {len(payload)} bytes; at most {MAX_HEADER_BYTES}")
         self._sizes = dict(header.sizes)
@@ -383,12 +269,12 @@ class _Peer:
             for start in starts
         ]
 
-    def _chunk(self, round: int, span: _Span) -> list[bytes]:
-        chunk = self._source.read(round, *span)
+    def _chunk(self, asked: _Request) -> list[bytes]:
+        chunk = self._source.read(asked.round, asked.name, asked.start, asked.size)
         if chunk is None:
             return [MOVED]
-        if len(chunk) != span.size:
-            raise ValueError(f"{len(chunk)} bytes of {span.name} in place of {span.size}")
+        if len(chunk) != asked.size:
+            raise ValueError(f"{len(chunk)} bytes of {asked.name} in place of {asked.size}")
         return [CHUNK + chunk]
 
 
@@ -429,19 +315,19 @@ class _Donor:
         self, address: tuple[str, int], token: bytes, is_cancelled: Callable[[], bool]
     ) -> None:
         with _as_donor_error(_Failure.UNREACHABLE):
-            self._connection, codec = open_session(HubAddress(*address, token), CONNECT_SECONDS)
-            self._session = _Session(self._connection, codec, is_cancelled)
-            _prepare(self._connection)
+            self._session = open_session(HubAddress(*address, token), CONNECT_SECONDS)
+            self._session.max_bytes, self._session.send_seconds = CHUNK_BYTES + 1, TRANSFER_SECONDS
+            self._session.is_cancelled = is_cancelled
 
     def __enter__(self) -> _Donor:
         return self
 
     def __exit__(self, *given: object) -> None:
-        _end(self._connection)
+        self._session.close()
 
     def header(self) -> CopyHeader:
         """What the donor has."""
-        self.ask(0, _Span("", 0, 0))
+        self.ask(_Request(0))
         text, kind = bytearray(), HEADER_PART
         with _as_donor_error(_Failure.LOST):
             while kind == HEADER_PART:
@@ -449,12 +335,15 @@ class _Donor:
                 text += part
                 if len(text) > MAX_HEADER_BYTES:
                     raise ChannelError(f"a header of more than {MAX_HEADER_BYTES} bytes")
-            return _header_of(bytes(text))
+            header: CopyHeader = from_json(bytes(text), CopyHeader)
+            if len(dict(header.sizes)) < len(header.sizes):
+                raise MessageError("a tensor's name that occurs twice")
+            return header
 
-    def ask(self, round: int, span: _Span) -> None:
+    def ask(self, request: _Request) -> None:
         """Send a request; its answer comes after those of earlier ones."""
         with _as_donor_error(_Failure.LOST):
-            self._session.send(to_json({"round": round} | span._asdict()))
+            self._session.send(msgspec.json.encode(request))
 
     def chunk(self, size: int) -> bytes:
         """The answer to the oldest request."""
@@ -466,7 +355,7 @@ class _Donor:
 
     def _answer(self, kinds: Sequence[bytes]) -> tuple[bytes, bytes]:
         until = time.monotonic() + TRANSFER_SECONDS
-        payload = self._session.receive(CHUNK_BYTES + 1, until)
+        payload = self._session.receive(until, seconds=TRANSFER_SECONDS)
         kind, content = payload[:1], payload[1:]
         if kind == MOVED:
             raise _DonorError(_Failure.MOVED, "")
@@ -486,7 +375,7 @@ class _Copy:
     def __init__(self, round: int, digest: str, open_copy: OpenCopy) -> None:
         self._round, self._digest, self._open_copy = round, digest, open_copy
         self._header: CopyHeader | None = None
-        self._ahead: deque[_Span] = deque()  # asked for, and not received yet
+        self._ahead: deque[_Request] = deque()  # asked for, and not received yet
         self.last_progress = time.monotonic()
 
     def take_from(self, donor: _Donor) -> CopyHeader:
@@ -498,20 +387,20 @@ class _Copy:
         header = donor.header()
         self._check(header)
         if self._header is None:
-            self._header, self._rest = header, _spans(header.sizes)
+            self._header, self._rest = header, _requests(header)
             self._deliver = self._open_copy(header)
             self.last_progress = time.monotonic()
         num_asked = 0  # of those ahead; a new donor has to be asked again
         while True:
             self._ahead.extend(islice(self._rest, NUM_OUTSTANDING - len(self._ahead)))
-            for span in islice(self._ahead, num_asked, None):
-                donor.ask(self._round, span)
+            for request in islice(self._ahead, num_asked, None):
+                donor.ask(request)
             if not self._ahead:
                 return self._header
             chunk = donor.chunk(self._ahead[0].size)
-            span = self._ahead.popleft()
+            request = self._ahead.popleft()
             num_asked = len(self._ahead)
-            self._deliver(span.name, span.start, chunk)
+            self._deliver(request.name, request.start, chunk)
             self.last_progress = time.monotonic()
 
     def _check(self, header: CopyHeader) -> None:
@@ -524,7 +413,7 @@ class _Copy:
 
 def fetch(
     addresses: Sequence[tuple[str, int]], token: bytes, round: int, digest: str,
-    open_copy: OpenCopy, *, is_cancelled: Callable[[], bool] = _never,
+    open_copy: OpenCopy, *, is_cancelled: Callable[[], bool] = never,
 ) -> CopyHeader:  # fmt: skip
     """Copy the state of a round from the first of several donors that has it.
 

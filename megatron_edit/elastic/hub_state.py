@@ -390,7 +390,9 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             state = state.with_member(member)
         elif entry.event == "leave":
             state = state.after_leave(has["name"], has["reason"], has.get("failed_joins", 0))
-            if state.is_vacant:
+            if state.is_vacant and state.is_finished:  # the hub ended before it recorded the end
+                state = replace(state, phase=Phase.ENDED, end=(LeaveReason.FINISHED, 0))
+            elif state.is_vacant:
                 state = state.vacated()
         elif entry.event == "epoch":
             handles = zip(has["members"], map(tuple, has["handles"]), strict=True)

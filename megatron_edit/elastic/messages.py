@@ -9,29 +9,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args
+
+import msgspec
 
 from megatron_edit.constants import COMPACT_JSON, REPLICA_NAME, REPLICA_NAME_RULE
 
 NAME = re.compile(REPLICA_NAME)
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON can have it, UTF-8 cannot
+LARGEST = (1 << 63) - 1
 
-INTEGER_BITS = 63
-
-Blocks = tuple[tuple[int, int], ...]  # runs of blocks: the first, and how many
+Integer = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
+Blocks = tuple[tuple[Integer, Integer], ...]  # runs of blocks: the first, and how many
 
 
 class MessageError(ValueError):
     """Bytes that are no message of this protocol."""
 
 
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
+    """A message of the protocol."""
+
+
 # ---- from replicas
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frozen=True):
     """A replica reports, at its start and whenever it has lost the connection.
 
     Attributes:
@@ -51,19 +54,18 @@ class Hello:
     name: str
     incarnation: str
     layout: str
-    nominal: int
-    minimum: int
+    nominal: Integer
+    minimum: Integer
     handles: tuple[str, ...]
     is_fresh: bool
-    applied: int
+    applied: Integer
     digest: str = ""
-    epoch: int = 0
+    epoch: Integer = 0
     is_busy: bool = False
     needs_all: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AliveMessage:
+class AliveMessage(Message, frozen=True):
     """The replica's process runs. The hub answers with `Heard`.
 
     Attributes:
@@ -72,13 +74,12 @@ class AliveMessage:
         exchanged: bytes or units that have arrived in exchanges, which count as well.
     """
 
-    step: int
-    batches: int = 0
-    exchanged: int = 0
+    step: Integer
+    batches: Integer = 0
+    exchanged: Integer = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrive:
+class Arrive(Message, frozen=True):
     """The replica waits at the meeting of a round.
 
     Attributes:
@@ -86,19 +87,17 @@ class Arrive:
         handles: addresses of its ranks, which change with each group they form.
     """
 
-    round: int
+    round: Integer
     handles: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Formed:
+class Formed(Message, frozen=True):
     """All ranks of the replica have formed the groups of an epoch."""
 
-    epoch: int
+    epoch: Integer
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Message, frozen=True):
     """All ranks of the replica hold the complete result of a round, not yet applied.
 
     Attributes:
@@ -114,11 +113,11 @@ class Ready:
         corrupt: names of the units whose average is not that of the replicas' addends.
     """
 
-    epoch: int
-    round: int
+    epoch: Integer
+    round: Integer
     plan: str
     digests: tuple[str, ...]
-    samples: int
+    samples: Integer
     blocks: tuple[tuple[str, Blocks], ...]
     is_over: bool = False
     holes: Blocks = ()
@@ -131,8 +130,7 @@ class Ready:
         return "-".join(self.digests)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Message, frozen=True):
     """The exchange of a round, or the forming of its groups, has failed on a rank.
 
     Attributes:
@@ -140,12 +138,11 @@ class Failed:
         lost: names of the replicas that a rank could not exchange with.
     """
 
-    epoch: int
+    epoch: Integer
     lost: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Healed:
+class Healed(Message, frozen=True):
     """A replica that has joined holds the state after a round.
 
     Attributes:
@@ -153,12 +150,11 @@ class Healed:
         digest: of that state.
     """
 
-    round: int
+    round: Integer
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Message, frozen=True):
     """The replica ends.
 
     Attributes:
@@ -171,8 +167,7 @@ class Leave:
 # ---- from the hub
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message, frozen=True):
     """The answer to `Hello`.
 
     Attributes:
@@ -181,14 +176,13 @@ class Welcome:
         admitted_from: the round that it waits for before that, as it was taken out repeatedly.
     """
 
-    term: int
-    round: int
+    term: Integer
+    round: Integer
     is_joiner: bool = False
-    admitted_from: int = 0
+    admitted_from: Integer = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Message, frozen=True):
     """The replica cannot take part: exit code 2.
 
     Attributes:
@@ -202,15 +196,13 @@ class Refused:
     remedy: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fenced:
+class Fenced(Message, frozen=True):
     """This incarnation may not go on; started again, the replica joins: exit code 5."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FormEpoch:
+class FormEpoch(Message, frozen=True):
     """Form the groups of an epoch.
 
     Attributes:
@@ -220,15 +212,14 @@ class FormEpoch:
         leader: the member that has taken part for longest.
     """
 
-    term: int
-    epoch: int
+    term: Integer
+    epoch: Integer
     members: tuple[str, ...]
     handles: tuple[tuple[str, ...], ...]
     leader: str
 
 
-@dataclass(frozen=True, slots=True)
-class Go:
+class Go(Message, frozen=True):
     """All members have arrived: exchange.
 
     Attributes:
@@ -236,13 +227,12 @@ class Go:
         is_last: whether training ends after this round, on request.
     """
 
-    epoch: int
-    round: int
+    epoch: Integer
+    round: Integer
     is_last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Message, frozen=True):
     """The round is decided: apply it.
 
     Attributes:
@@ -251,13 +241,12 @@ class Commit:
         digest: of anchor and momentum after it; see `Ready.digest`.
     """
 
-    epoch: int
-    round: int
+    epoch: Integer
+    round: Integer
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(Message, frozen=True):
     """Put the exchange aside, with everything unchanged, and arrive again.
 
     Attributes:
@@ -265,12 +254,11 @@ class Abandon:
         reason: for people, where the results were not good; else empty.
     """
 
-    epoch: int
+    epoch: Integer
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Heal:
+class Heal(Message, frozen=True):
     """Copy the state from another replica.
 
     Attributes:
@@ -279,57 +267,53 @@ class Heal:
         donors: handles of the ranks that have it, by replica.
     """
 
-    round: int
+    round: Integer
     digest: str
     donors: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Message, frozen=True):
     """The run ends."""
 
     reason: str
-    exit_code: int
+    exit_code: Integer
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Message, frozen=True):
     """The answer to `AliveMessage`: the hub's process runs, too."""
 
 
 # ---- of the store
 
 
-@dataclass(frozen=True, slots=True)
-class StoreRequest:
+class StoreRequest(Message, frozen=True):
     """A rank asks the hub's store.
 
     Attributes:
         operation: see `store`.
         keys: one, or those to wait for.
-        value: to set, base64.
-        expected: by `compare_set`, base64.
+        value: to set.
+        expected: by `compare_set`.
         seconds: longest wait.
     """
 
     operation: str
     keys: tuple[str, ...]
-    value: str = ""
-    expected: str = ""
+    value: bytes = b""
+    expected: bytes = b""
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreReply:
+class StoreReply(Message, frozen=True):
     """The answer.
 
     Attributes:
         is_found: whether there is a value, or all keys are set.
-        value: base64.
+        value: empty where there is none.
     """
 
     is_found: bool
-    value: str
+    value: bytes = b""
 
 
 FromReplica = Hello | AliveMessage | Arrive | Formed | Ready | Failed | Healed | Leave
@@ -345,10 +329,9 @@ def to_json(record: Mapping[str, Any], *, sorts: bool = False) -> bytes:
     return json.dumps(record, separators=COMPACT_JSON, sort_keys=sorts).encode()
 
 
-def encode(message: FromReplica | FromHub | StoreRequest | StoreReply) -> bytes:
+def encode(message: Message) -> bytes:
     """The message as bytes."""
-    values = {each.name: getattr(message, each.name) for each in fields(message)}
-    return to_json({"kind": type(message).__name__} | values)
+    return msgspec.json.encode(message)
 
 
 def decode(payload: bytes, kinds: Any) -> Any:
@@ -361,51 +344,24 @@ def decode(payload: bytes, kinds: Any) -> Any:
     Raises:
         MessageError: not such a message, or a field of another type.
     """
-    try:
-        record = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise MessageError("not a JSON text") from error
-    if not isinstance(record, dict):
-        raise MessageError("not a JSON object")
-    name = record.pop("kind", None)
-    kind = KINDS.get(name) if isinstance(name, str) else None
-    if kind is None or kind not in (get_args(kinds) or (kinds,)):
-        raise MessageError(f"no message of this kind is expected: {str(name)[:40]}")
-    hints = _hints(kind)
-    required = {each.name for each in fields(kind)}
-    if set(record) != required:
-        raise MessageError(f"{name}: other fields than it has")
-    values = {key: _checked(value, hints[key], f"{name}.{key}") for key, value in record.items()}
-    if name == "Hello" and not NAME.fullmatch(values["name"]):
+    message = from_json(payload, kinds)
+    if isinstance(message, Hello) and not NAME.fullmatch(message.name):
         raise MessageError(f"a replica's name has {REPLICA_NAME_RULE}")
-    return kind(**values)
+    return message
+
+
+def from_json(payload: bytes, kinds: Any) -> Any:
+    """A value of one of the given `msgspec.Struct` classes.
+
+    Raises:
+        MessageError: not JSON, other fields, or a field of another type.
+    """
+    try:
+        return _decoder(kinds).decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(str(error)) from error
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-@cache
-def _types_inside(kind: Any) -> tuple[Any, ...] | None:
-    """What a tuple holds; None where a type is no tuple."""
-    return get_args(kind) if get_origin(kind) is tuple else None
-
-
-def _checked(value: Any, kind: Any, place: str) -> Any:
-    """A value of JSON as a value of the field's type; lists become tuples."""
-    if (types_inside := _types_inside(kind)) is None:
-        if type(value) is not kind:
-            raise MessageError(f"{place}: not of type {kind.__name__}")
-        if kind is int and value.bit_length() > INTEGER_BITS:
-            raise MessageError(f"{place}: more than {INTEGER_BITS} bits")
-        if kind is str and HALF_CHARACTER.search(value):
-            raise MessageError(f"{place}: half of a character, which no file can have")
-        return value
-    if not isinstance(value, list):
-        raise MessageError(f"{place}: not a list")
-    if types_inside[-1] is Ellipsis:
-        return tuple([_checked(each, types_inside[0], place) for each in value])
-    if len(types_inside) != len(value):
-        raise MessageError(f"{place}: not a list of {len(types_inside)}")
-    return tuple([_checked(v, k, place) for v, k in zip(value, types_inside, strict=True)])
+def _decoder(kinds: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kinds)

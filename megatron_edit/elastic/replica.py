@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from msgspec import structs
+
 from megatron_edit.elastic.hub_state import NO_STATE
 from megatron_edit.elastic.messages import (
     Abandon,
@@ -158,7 +160,7 @@ def report(state: ReplicaState, given: Report) -> Outcome:
     """What follows where the ranks, or the connection, report something."""
     match given:
         case Connected():
-            hello = replace(
+            hello = structs.replace(
                 state.hello, applied=state.applied, digest=state.digest, epoch=state.epoch,
                 is_fresh=not state.has_begun and state.epoch == 0,
                 is_busy=state.task in BUSY and state.has_begun,

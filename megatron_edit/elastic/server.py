@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,18 +14,16 @@ from typing import Any
 from megatron_edit.elastic.channel import (
     HUB_ROLES,
     LENGTH,
-    MAC_BYTES,
     MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
+    MAX_PAYLOAD_BYTES,
     QUERY,
     STANDING,
     STORE,
     ChannelError,
-    FrameCodec,
     configure_socket,
-    is_proof,
-    new_nonce,
-    proof,
+    frame,
+    payload_bytes,
+    tls_context,
 )
 from megatron_edit.elastic.deadlines import REPLACED_SECONDS, Deadlines, Liveness
 from megatron_edit.elastic.hub_state import (
@@ -75,21 +74,95 @@ WORDS = {  # for what the journal has, by event
 }
 
 
-@dataclass(slots=True)
 class Connection:
-    """An authenticated connection of a replica."""
+    """A connection to the hub: TLS in little memory, and frames.
 
-    writer: asyncio.StreamWriter
-    codec: FrameCodec
-    name: str = ""
+    Attributes:
+        name: of the replica that it is of; empty until it is known.
+        max_bytes: of a payload.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.name, self.max_bytes = "", MAX_PAYLOAD_BYTES
+        self._reader, self._writer = reader, writer
+        self._received, self._sent, self._rest = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
+        self._tls: ssl.SSLObject
+
+    async def open(self, token: bytes, run: bytes) -> bytes:
+        """Begin the session; return what it is for.
+
+        Args:
+            run: identifier of the run, for the other side.
+
+        Raises:
+            OSError, EOFError: the other side lacks the certificate, or is gone.
+            ChannelError: it wants something else.
+        """
+        context = tls_context(token, is_server=True)
+        self._tls = context.wrap_bio(self._received, self._sent, server_side=True)
+        await self._run(self._tls.do_handshake)
+        if (role := await self.receive()) not in HUB_ROLES:
+            raise ChannelError("a session for something else")
+        self.send(run)
+        return role
 
     def send(self, payload: bytes) -> None:
         """Queue a frame. A peer that does not read is disconnected."""
-        too_long = len(payload) > self.codec.max_bytes
-        if too_long or self.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
-            self.writer.transport.abort()
-        elif not self.writer.is_closing():
-            self.writer.write(self.codec.encode(payload))
+        too_long = len(payload) > self.max_bytes
+        if too_long or self._writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+            self.abort()
+        elif not self._writer.is_closing():
+            rest = memoryview(frame(payload, self.max_bytes))
+            try:
+                while rest:  # one record at a time
+                    rest = rest[self._tls.write(rest) :]
+            except ssl.SSLError:  # the other side has broken the session
+                self.abort()
+            else:
+                self._flush()
+
+    async def receive(self) -> bytes:
+        """The payload of the next frame. Waits for its begin as long as it takes."""
+        await self._fill(1)
+        async with asyncio.timeout(FRAME_SECONDS):
+            await self._fill(LENGTH.size)
+            end = LENGTH.size + payload_bytes(bytes(self._rest[: LENGTH.size]), self.max_bytes)
+            await self._fill(end)
+        payload = bytes(self._rest[LENGTH.size : end])
+        del self._rest[:end]
+        return payload
+
+    def close(self) -> None:
+        """End the connection when all is sent."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._writer.transport.abort()
+
+    async def _fill(self, size: int) -> None:
+        """Receive until there are `size` bytes."""
+        while len(self._rest) < size:
+            if not (chunk := await self._run(lambda: self._tls.read(1 << 16))):
+                raise EOFError  # the other side has ended TLS
+            self._rest += chunk
+
+    async def _run[R](self, step: Callable[[], R]) -> R:
+        """Carry out a step of TLS, which may need bytes from the other side."""
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                pass
+            finally:
+                self._flush()
+            if not (chunk := await self._reader.read(1 << 16)):
+                raise EOFError
+            self._received.write(chunk)
+
+    def _flush(self) -> None:
+        if self._sent.pending:
+            self._writer.write(self._sent.read())
 
 
 @dataclass
@@ -234,7 +307,7 @@ class Hub:
             connection.send(encode(send.message))
             if isinstance(send.message, Fenced | Refused | End):
                 del self._connections[send.name]
-                connection.writer.close()
+                connection.close()
                 if self.state.member(send.name) is None:
                     self._liveness.forget(send.name)
 
@@ -271,7 +344,7 @@ class Hub:
     # ---- connections
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection, task = None, asyncio.current_task()
+        connection, task = Connection(reader, writer), asyncio.current_task()
         assert task is not None, "a connection outside of a task"
         self._tasks.add(task)
         try:
@@ -284,27 +357,24 @@ class Hub:
             try:
                 transport.resume_reading()
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    role, codec = await self._handshake(reader, writer)
-                    first = await _frame(reader, codec)
+                    role = await connection.open(self.token, self.journal.run)
+                    first = await connection.receive()
             finally:
                 self._places.release()
             if role == QUERY:
-                writer.write(codec.encode(self._answer(first)))
-                await writer.drain()
+                connection.send(self._answer(first))
             elif role == STORE:
-                request = decode(first, StoreRequest)
-                await self._serve_store(reader, Connection(writer, codec), request)
+                await self._serve_store(connection, decode(first, StoreRequest))
             else:
-                hello, connection = decode(first, Hello), Connection(writer, codec)
-                await self._serve_replica(reader, connection, hello)
+                await self._serve_replica(connection, decode(first, Hello))
         except (ChannelError, MessageError, OSError, EOFError, TimeoutError):
             pass  # a peer that keeps to no protocol, or is gone: only its connection ends
         except asyncio.CancelledError:
             pass  # by `serve`, at the end; asyncio would log a task that ends by it
         finally:
-            if connection is not None and not self._done.is_set():
+            if connection.name and not self._done.is_set():
                 self._disconnected(connection)
-            writer.transport.abort() if self._done.is_set() else writer.close()
+            connection.abort() if self._done.is_set() else connection.close()
             self._tasks.discard(task)
 
     def _disconnected(self, connection: Connection) -> None:
@@ -314,20 +384,6 @@ class Hub:
             del self._connections[name]
             self._liveness.disconnected(name, self.clock())
             self._take(name, Disconnected())
-
-    async def _handshake(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[bytes, FrameCodec]:
-        """Prove the token both ways; what the other side wants, and the session's codec."""
-        own = new_nonce(self.journal.run)
-        writer.write(own)
-        answer = await reader.readexactly(NONCE_BYTES + MAC_BYTES)
-        nonce, given = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        roles = [r for r in HUB_ROLES if is_proof(given, proof(self.token, r, own, nonce))]
-        if not roles:
-            raise ChannelError("a wrong token")
-        writer.write(proof(self.token, b"hub", own, nonce))
-        return roles[0], FrameCodec.session(self.token, own, nonce, is_hub=True, role=roles[0])
 
     def _answer(self, query: bytes) -> bytes:
         what, *words = query.split(b" ")
@@ -340,31 +396,27 @@ class Hub:
             self._take("", Stop())
         return json.dumps(self.status()).encode()
 
-    async def _serve_store(
-        self, reader: asyncio.StreamReader, connection: Connection, request: StoreRequest
-    ) -> None:
+    async def _serve_store(self, connection: Connection, request: StoreRequest) -> None:
         """Answer one rank's requests, one after another."""
         while True:
             connection.send(encode(await self._store.answer(request)))
-            request = decode(await _frame(reader, connection.codec), StoreRequest)
+            request = decode(await connection.receive(), StoreRequest)
 
-    async def _serve_replica(
-        self, reader: asyncio.StreamReader, connection: Connection, hello: Hello
-    ) -> None:
+    async def _serve_replica(self, connection: Connection, hello: Hello) -> None:
         known = self.state.member(hello.name)
         if known is not None and known.incarnation == hello.incarnation:
             old = self._connections.pop(hello.name, None)
             if old is not None:  # the peer has noticed the end of the connection first
-                old.writer.transport.abort()
+                old.abort()
         elif not await self._is_name_free(hello.name):
             connection.send(encode(name_in_use(hello.name)))
             return
-        connection.name, connection.codec.max_bytes = hello.name, MAX_MESSAGE_BYTES
+        connection.name, connection.max_bytes = hello.name, MAX_MESSAGE_BYTES
         self._connections[hello.name] = connection
         self._liveness.heard(hello.name, self.clock())
         self._take(hello.name, hello)
         while True:
-            message = decode(await _frame(reader, connection.codec), FromReplica)
+            message = decode(await connection.receive(), FromReplica)
             if self._connections.get(hello.name) is not connection:
                 return  # replaced, or refused, while it was awaited
             self._liveness.heard(hello.name, self.clock())
@@ -389,7 +441,7 @@ class Hub:
                 return False
             if now - began > REPLACED_SECONDS:
                 self._disconnected(old)
-                old.writer.transport.abort()
+                old.abort()
             else:
                 await asyncio.sleep(NAME_SECONDS)
         return True
@@ -414,12 +466,3 @@ def _state_of(state: HubState, member: Member) -> str:
     if state.phase is not Phase.OPENING and member.applied != state.round:
         return "joining"
     return "waiting" if member.is_arrived else "training"
-
-
-async def _frame(reader: asyncio.StreamReader, codec: FrameCodec) -> bytes:
-    """The payload of the next frame. Waits for its begin as long as it takes."""
-    first = await reader.readexactly(1)
-    async with asyncio.timeout(FRAME_SECONDS):
-        head = first + await reader.readexactly(LENGTH.size - 1)
-        body = await reader.readexactly(FrameCodec.frame_bytes(head, codec.max_bytes))
-    return codec.decode(body)

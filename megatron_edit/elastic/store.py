@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_edit.elastic.agent import CONNECT_SECONDS, HubAddress, open_session, read_frame
-from megatron_edit.elastic.channel import STORE, ChannelError, FrameCodec
+from megatron_edit.elastic.channel import (
+    CONNECT_SECONDS,
+    STORE,
+    ChannelError,
+    HubAddress,
+    Session,
+    open_session,
+)
 from megatron_edit.elastic.messages import MessageError, StoreReply, StoreRequest, decode, encode
 
 MAX_KEYS = 100_000
@@ -18,7 +23,6 @@ MAX_KEY_CHARACTERS = 256
 MAX_VALUE_BYTES = 4096
 MAX_TOTAL_BYTES = 64 << 20
 MAX_WAIT_SECONDS = 3600.0
-_Session = tuple[socket.socket, FrameCodec]
 SET, GET, WAIT, COMPARE_SET = "set", "get", "wait", "compare_set"
 
 
@@ -39,7 +43,7 @@ class StoreTable:
         keys = request.keys
         if not keys or any(len(key) > MAX_KEY_CHARACTERS for key in keys):
             raise MessageError("a request without a key, or with one that is too long")
-        key, value = keys[0], _bytes(request.value)
+        key, value = keys[0], request.value
         if not 0.0 <= request.seconds <= MAX_WAIT_SECONDS:  # nor is NaN in between
             raise MessageError(f"a wait that is not of 0 to {MAX_WAIT_SECONDS:g} s")
         if request.operation == WAIT:
@@ -48,7 +52,7 @@ class StoreTable:
             await self._set(key, value)
         elif request.operation == COMPARE_SET:
             # As torch's stores: a key that is not set is set where nothing is expected.
-            expected, current = _bytes(request.expected), self._values.get(key)
+            expected, current = request.expected, self._values.get(key)
             if current is None and expected:
                 return StoreReply(True, request.expected)
             if (current or b"") == expected:
@@ -56,7 +60,7 @@ class StoreTable:
         elif request.operation != GET:
             raise MessageError(f"no operation of a store: {request.operation[:40]}")
         found = self._values.get(key)
-        return StoreReply(found is not None, _text(found or b""))
+        return StoreReply(found is not None, found or b"")
 
     def forget(self) -> None:
         """Drop all values."""
@@ -82,8 +86,8 @@ class StoreTable:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(is_set)
         except TimeoutError:
-            return StoreReply(False, "")
-        return StoreReply(True, "")
+            return StoreReply(False)
+        return StoreReply(True)
 
 
 class StoreClient:
@@ -96,7 +100,7 @@ class StoreClient:
     def __init__(self, address: HubAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._idle: list[_Session] = []  # connections that no request uses
+        self._idle: list[Session] = []  # connections that no request uses
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value.
@@ -104,7 +108,7 @@ class StoreClient:
         Raises:
             OSError: the hub cannot be reached.
         """
-        self._ask(StoreRequest(SET, (key,), _text(value)))
+        self._ask(StoreRequest(SET, (key,), value))
 
     def get(self, key: str) -> bytes | None:
         """A value; None where it is not set.
@@ -113,7 +117,7 @@ class StoreClient:
             OSError: the hub cannot be reached.
         """
         reply = self._ask(StoreRequest(GET, (key,)))
-        return _bytes(reply.value) if reply.is_found else None
+        return reply.value if reply.is_found else None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a value where it is `expected`, or not set and nothing is expected; the value then.
@@ -121,8 +125,8 @@ class StoreClient:
         Raises:
             OSError: the hub cannot be reached.
         """
-        request = StoreRequest(COMPARE_SET, (key,), _text(desired), _text(expected))
-        return _bytes(self._ask(request).value)
+        request = StoreRequest(COMPARE_SET, (key,), desired, expected)
+        return self._ask(request).value
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until all keys are set; whether they are.
@@ -143,8 +147,8 @@ class StoreClient:
         """End the connections that no request uses."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for connection, _ in idle:
-            connection.close()
+        for session in idle:
+            session.close()
 
     def _ask(self, request: StoreRequest) -> StoreReply:
         """One request and its reply. All operations may be repeated, so a request whose connection
@@ -160,26 +164,15 @@ class StoreClient:
         except (OSError, ChannelError, MessageError) as error:
             raise OSError(f"the hub's store cannot be used: {error}") from error
 
-    def _ask_over(self, session: _Session | None, request: StoreRequest) -> StoreReply:
-        connection, codec = session or open_session(self._address, CONNECT_SECONDS, STORE)
+    def _ask_over(self, session: Session | None, request: StoreRequest) -> StoreReply:
+        session = session or open_session(self._address, CONNECT_SECONDS, STORE)
         try:
-            connection.settimeout(request.seconds + CONNECT_SECONDS)
-            connection.sendall(codec.encode(encode(request)))
-            reply: StoreReply = decode(codec.decode(read_frame(connection)), StoreReply)
+            session.send(encode(request))
+            until = time.monotonic() + request.seconds + CONNECT_SECONDS
+            reply: StoreReply = decode(session.receive(until), StoreReply)
         except BaseException:
-            connection.close()
+            session.close()
             raise
         with self._lock:
-            self._idle.append((connection, codec))
+            self._idle.append(session)
         return reply
-
-
-def _text(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-def _bytes(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise MessageError("a value that is not base64") from error

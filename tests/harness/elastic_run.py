@@ -219,6 +219,17 @@ class ElasticRun:
         """Wait for the end of the newest start of a replica; the exit codes of its ranks."""
         return self.server.wait(self.starts[name][-1].pids, timeout)
 
+    def finish(self, names: str, timeout: float = 120.0) -> None:
+        """Wait for the regular end of replicas."""
+        for name in names:
+            assert self.codes(name, timeout) == [0] * self.ranks, self.tails()
+
+    def stop(self, names: str) -> None:
+        """End the run after two more rounds; these replicas take part in it."""
+        self.wait_for_commits(len(self.events("commit")) + 2)
+        self.ask_hub("stop")
+        self.finish(names)
+
     # ---- what is written
 
     def journal(self) -> list[dict[str, Any]]:

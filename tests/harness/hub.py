@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.elastic.agent import Agent, HubAddress
+from megatron_edit.elastic.agent import Agent
+from megatron_edit.elastic.channel import HubAddress, shut_down
 from megatron_edit.elastic.hub_state import HubState, replay
 from megatron_edit.elastic.inputs import Record, Send
 from megatron_edit.elastic.journal import FILE_NAME, Journal, JournalEntry
@@ -124,7 +125,7 @@ class PretendingReplica:
         self.agent._is_taken.set()
         self.agent._reports = queue.SimpleQueue()
         if (session := self.agent._session) is not None:
-            session[0].close()
+            shut_down(session.connection)
         self._thread.join(TIMEOUT)
 
     def join(self) -> None:

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -79,6 +80,7 @@ def _warm_up() -> None:
     for module in _WARM:
         importlib.import_module(module)
     _cache_help_texts()
+    _cache_entry_points()
     _prebuild_parsers()
     _shorten_mock_data()
     _delay_store_clients()
@@ -101,6 +103,12 @@ def _cache_help_texts() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = cached
     arguments.add_megatron_arguments(_parser())
+
+
+def _cache_entry_points() -> None:
+    """Cache the entry points of all packages, of which torch asks for those of backends."""
+    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
+    metadata.entry_points(group="torch.distributed.backends")
 
 
 def _prebuild_parsers() -> None:

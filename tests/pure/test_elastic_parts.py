@@ -6,27 +6,23 @@ consumed and nobody gets, and a copy that mixes two rounds.
 
 from __future__ import annotations
 
-import json
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec import structs
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.config import EditConfig
 from megatron_edit.elastic.messages import End, Fenced, Go, Heal, Refused
 from megatron_edit.elastic.replica import Order
-from megatron_edit.engine import RoundState
+from megatron_edit.engine import RoundState, round_state, saved_rounds
 from megatron_edit.engine.membership import Membership, Transports, _error_of, _unique_number
-from megatron_edit.engine.shared_state import (
-    SharedState,
-    rounds_from_json,
-    rounds_to_json,
-    writer_to,
-)
+from megatron_edit.engine.shared_state import SharedState, writer_to
 from megatron_edit.engine.sync.outer_state import OuterState, UnitState
 from megatron_edit.errors import (
     DriftError,
@@ -36,6 +32,7 @@ from megatron_edit.errors import (
     UsageError,
 )
 from megatron_edit.method.ledger import BlockAssignment, runs_of, samples_of
+from megatron_edit.saved_state import SavedRounds
 
 ANYTHING: Any = None
 
@@ -109,17 +106,52 @@ def test_checkpoint_has_the_nominal_replicas() -> None:
     assert state_of("acd", assignment).with_nominal_members(3).assignment == assignment
 
 
-def test_round_state_is_copied_exactly() -> None:
+def test_round_state_is_saved_and_copied_exactly() -> None:
+    """Bit for bit. Would catch: float32, and counts converted to a float."""
     state = state_of("ab", BlockAssignment(2, 20, 10, (3,), (6, 5)))
-    odd = replace(state.detectors, variance=state.detectors.mean / 3)
-    state = replace(state, detectors=odd, count=7).for_members(tuple("bc"))
-    again = rounds_from_json(json.loads(json.dumps(rounds_to_json(state))))
-    for name in ("mean", "variance", "updates", "accepted", "rejected"):
-        assert torch.equal(getattr(again.detectors, name), getattr(state.detectors, name))
+    counts = state.detectors.updates + 2**53 + 1
+    odd = replace(state.detectors, variance=state.detectors.mean / 3, updates=counts)
+    state = replace(state, detectors=odd, count=7, first_loss=0.1).for_members(tuple("bc"))
+    sent = msgspec.json.encode(saved_rounds(state))
+    again = round_state(msgspec.json.decode(sent, type=SavedRounds), 2)
+    for tables in ("detectors", "loss_history"):
+        for name, table in vars(getattr(state, tables)).items():
+            copied = getattr(getattr(again, tables), name)
+            assert copied.dtype == table.dtype and torch.equal(copied, table), name
     assert torch.equal(again.unit_steps, state.unit_steps)
-    assert (again.count, again.members, again.assigned_to, again.assignment) == (
-        7, ("b", "c"), ("a", "b"), state.assignment
-    )  # fmt: skip
+    assert again.unit_steps.dtype == torch.int64
+    found = (again.count, again.members, again.assignment, again.first_loss)
+    assert found == (7, ("b", "c"), state.assignment, 0.1)
+
+
+def test_saved_state_of_rounds_has_all_fields() -> None:
+    """But those that belong to a replica, or to the moment of the save."""
+    names = {field.name for field in fields(RoundState)}
+    names -= {"length", "resumes_at_meeting", "assigned_to"}
+    other = {"count": "round", "assignment": "ledger"}
+    assert {other.get(name, name) for name in names} == {*SavedRounds.__struct_fields__}
+
+
+@pytest.mark.parametrize("mean", [[[1.0], [1.0, 2.0]], [["x", "x"]] * 2, [[None, 1.0]] * 2, None,
+                                  [[1.0, 1.0]]])  # fmt: skip
+def test_damaged_tables_are_refused(mean: Any) -> None:
+    """Tables that are ragged, not numeric, missing, or of another number of replicas."""
+    saved = saved_rounds(state_of("ab"))
+    detectors = {k: v for k, v in ({**saved.detectors, "mean": mean}).items() if v}
+    with pytest.raises((TypeError, ValueError, msgspec.ValidationError)):
+        round_state(structs.replace(saved, detectors=detectors), 2)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 5])
+def test_detectors_of_another_number_of_replicas(num: int) -> None:
+    """Remaining replicas keep their statistics, new ones start; the saved state is unchanged."""
+    state = state_of("abc").detectors
+    other = state.for_replicas(num)
+    for name, table in vars(state).items():
+        rows = getattr(other, name).tolist()
+        assert rows == [*table.tolist()[:num], *[[0, 0]] * (num - 3)]
+    other.mean.fill_(9.0)
+    assert state.mean[:, 0].tolist() == [1, 2, 3]
 
 
 def outer_of(value: float) -> OuterState:

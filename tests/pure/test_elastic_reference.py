@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,16 +18,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_edit.comm.control import ControlRecord
-from megatron_edit.engine import Penalty
-from megatron_edit.engine.plan import RoundPlan, RoundRules, RoundState, plan_round
-from megatron_edit.engine.shared_state import rounds_from_json, rounds_to_json
-from megatron_edit.engine.sync.drift import plan_digest
-from megatron_edit.method.detector import DetectorConfig
-from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.engine import EngineSettings
+from megatron_edit.engine.plan import RoundPlan, RoundState, plan_round
+from megatron_edit.engine.shared_state import round_state, saved_rounds
+from megatron_edit.engine.sync.checks import plan_digest
 from megatron_edit.method.ledger import BlockAssignment
-from megatron_edit.method.loss_check import LossCheckConfig
-from megatron_edit.method.outer import Nesterov, clip_factor, weighted_contribution
-from megatron_edit.method.schedule import StepSchedule
+from megatron_edit.method.outer import Nesterov, clip_factor, weighted_contribution_
+from megatron_edit.method.settings import Settings
+from megatron_edit.saved_state import SavedRounds, to_builtins
 from tests.reference import published
 from tests.reference.elastic_rounds import ElasticCommit, ElasticRounds, ElasticSettings
 from tests.reference.oracle import OracleSettings
@@ -128,16 +127,13 @@ class PlannedRounds:
     """The replicas of an elastic run, built from `plan_round` and the functions of the method."""
 
     def __init__(self, tape: Tape) -> None:
-        detector = DetectorConfig(
-            PENALTY.threshold, PENALTY.alpha, PENALTY.warmup_syncs, PENALTY.patience
-        )
-        penalty = Penalty(detector, True, None, False, tape.rho, LossCheckConfig(6.0, patience=1))
-        self.rules = RoundRules(
-            penalty,
-            DIRECT_COPY,
-            StepSchedule(0, tape.tau, 1),
-            has_final_round=tape.strategy == "a-edit",
-        )
+        settings = Settings(
+            strategy=tape.strategy, warmup_steps=0, sync_interval=tape.tau, fragments=1,
+            delay_steps=0, mix=0.0, min_round_steps=0, step_weight=tape.rho,
+            anomaly_threshold=PENALTY.threshold, anomaly_alpha=PENALTY.alpha,
+            anomaly_warmup_syncs=PENALTY.warmup_syncs, anomaly_patience=PENALTY.patience,
+        )  # fmt: skip
+        self.rules = EngineSettings(settings, False, tape.target, 0)
         members = tuple(sorted(tape.founders))
         assignment = BlockAssignment(len(members), tape.target)
         self.state = RoundState.fresh(len(members), len(SIZES), assignment, members)
@@ -204,7 +200,7 @@ class PlannedRounds:
                 continue
             average = torch.zeros_like(self.anchor[unit])
             for name, weight in zip(plan.after.members, decision.weights[:, u], strict=True):
-                average += weighted_contribution(torch.from_numpy(gradients[name][unit]), weight)
+                average += weighted_contribution_(torch.tensor(gradients[name][unit]), weight)
             clip = clip_factor(average.double().norm(), PENALTY.max_norm).item()
             self.outer.step_(
                 self.anchor[unit], self.momentum[unit], average, clip=clip, inner_lr=0.0
@@ -241,12 +237,12 @@ def play(tape: Tape) -> Results:
         limits = {name: oracle.most_steps(name) for name in oracle.assignment}
         steps, gradients, losses = tape.inputs(number, limits)
         members, before = tuple(sorted(meeting.members)), planned.state
-        frozen = json.dumps(rounds_to_json(before))
+        frozen = saved_rounds(before)
         for names in meeting.abandoned:  # its plan is made, and never applied
             planned.plan(sorted(names), steps, gradients, losses)
         runs = planned.consumed(members, steps)
         plan = planned.plan(members, steps, gradients, losses)
-        assert planned.state is before and json.dumps(rounds_to_json(before)) == frozen
+        assert planned.state is before and saved_rounds(before) == frozen
         _assert_joiner_plans_the_same(planned, plan, members)
         planned.apply(plan, gradients)
 
@@ -279,7 +275,10 @@ def _assert_joiner_plans_the_same(
     planned: PlannedRounds, plan: RoundPlan, members: tuple[str, ...]
 ) -> None:
     """The hub compares the plans of a replica that copied the state and of one that held it."""
-    copied = rounds_from_json(json.loads(json.dumps(rounds_to_json(planned.state))))
+    sent = json.loads(json.dumps(to_builtins(saved_rounds(planned.state))))
+    assigned_to = planned.state.assigned_to
+    copied = round_state(msgspec.convert(sent, SavedRounds), len(assigned_to))
+    copied = replace(copied, assigned_to=assigned_to)
     again = plan_round(
         copied.for_members(members), plan.records, plan.units, planned.rules, is_last=False
     )

@@ -14,30 +14,36 @@ import os
 import random
 import selectors
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from megatron_edit.elastic import server
-from megatron_edit.elastic.agent import HubAddress, open_session, query, read_frame
+from megatron_edit.elastic.agent import query
 from megatron_edit.elastic.channel import (
     HUB_ROLES,
     LENGTH,
-    MAC_BYTES,
     MAX_PAYLOAD_BYTES,
-    NONCE_BYTES,
     QUERY,
     REPLICA,
     STORE,
-    FrameCodec,
-    new_nonce,
-    proof,
+    HubAddress,
+    Session,
+    _certificate,
+    frame,
+    open_session,
+    tls_context,
 )
 from megatron_edit.elastic.hub_state import HubState, replay
 from megatron_edit.elastic.inputs import (
@@ -85,7 +91,9 @@ from tests.harness.hub import HubDecisions, PretendingReplica, read_journal, run
 from tests.pure.test_hub_server import wait_until
 
 TOKEN = b"a secret of 26 characters."
+OTHER_TOKEN = b"another secret of this length"
 PATIENCE = 10.0  # seconds for whatever should be at once
+PAUSE = 0.03  # seconds between two messages that belong together
 LIMIT = 3.0  # seconds of a handshake and of a frame in these tests; a busy machine stalls for 1.6
 GROWTH_BYTES = 16 << 20  # of the whole process, attackers included
 NUM_MESSAGES = 3500
@@ -95,9 +103,9 @@ EXAMPLES = [
     HELLO, AliveMessage(3, 4, 5), Arrive(1, ("x",)), Formed(1), READY, Failed(1, ("a",)),
     Healed(1, "d"), Leave("finished"), Leave("signal"), Welcome(1, 2), Refused("a", "b", "c"),
     Fenced("a"), FormEpoch(1, 1, ("a",), (("h",),), "a"), Go(1, 1), Commit(1, 1, "d"), Abandon(1),
-    Heal(1, "d", ("a",)), End("a", 4), Heard(), StoreReply(True, "YQ=="),
-    StoreRequest("set", ("key",), "YQ=="), StoreRequest("get", ("key",)),
-    StoreRequest("compare_set", ("key",), "YQ==", ""),
+    Heal(1, "d", ("a",)), End("a", 4), Heard(), StoreReply(True, b"a"),
+    StoreRequest("set", ("key",), b"a"), StoreRequest("get", ("key",)),
+    StoreRequest("compare_set", ("key",), b"a"),
     StoreRequest("wait", ("no key",), seconds=0.0),
 ]  # fmt: skip
 ODD_VALUES: list[Any] = [
@@ -180,13 +188,55 @@ def raw_connection(address: HubAddress) -> socket.socket:
     return socket.create_connection((address.host, address.port), PATIENCE)
 
 
-def proving(address: HubAddress, token: bytes) -> tuple[socket.socket, bytes]:
-    """A connection that has sent a proof, and this proof."""
-    connection = raw_connection(address)
-    hub_nonce, nonce = connection.recv(NONCE_BYTES, socket.MSG_WAITALL), new_nonce()
-    sent = nonce + proof(token, REPLICA, hub_nonce, nonce)
-    connection.sendall(sent)
-    return connection, sent
+def client_hello(token: bytes = TOKEN) -> bytes:
+    """The first bytes that a program with this token sends."""
+    sent = ssl.MemoryBIO()
+    context = tls_context(token, is_server=False)
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
+
+
+@cache
+def context_of(token: bytes | None) -> ssl.SSLContext:
+    """Of a program that accepts any hub, with the certificate of a token or without one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if token is not None:
+        with NamedTemporaryFile("w") as file:
+            file.write("".join(_certificate(token)))
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context
+
+
+def stranger_with(address: HubAddress, token: bytes | None) -> socket.socket:
+    """Its handshake is over before the hub has seen its certificate, and closes the connection."""
+    return context_of(token).wrap_socket(raw_connection(address))
+
+
+def recorded_session(address: HubAddress) -> bytes:
+    """All bytes that a member's connection has sent to the hub."""
+    sent, received = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = tls_context(TOKEN, is_server=False).wrap_bio(received, sent)
+    found = b""
+    with raw_connection(address) as connection:
+
+        def exchange(step: Callable[[], object]) -> None:
+            nonlocal found
+            while True:
+                with suppress(ssl.SSLWantReadError):
+                    step()
+                    break
+                found += (now := sent.read())
+                connection.sendall(now)
+                received.write(connection.recv(1 << 16))
+
+        exchange(tls.do_handshake)
+        tls.write(frame(STORE) + frame(encode(StoreRequest("get", ("key",)))))
+        found += (last := sent.read())
+        connection.sendall(last)
+    return found
 
 
 def make_strangers(address: HubAddress, noise: random.Random) -> list[Stranger]:
@@ -199,15 +249,15 @@ def make_strangers(address: HubAddress, noise: random.Random) -> list[Stranger]:
         found.extend(Stranger(make(), limit, slow) for _ in range(count))
 
     def authentic(role: bytes, *payloads: bytes, rest: bytes = b"") -> socket.socket:
-        connection, codec = open_session(address, PATIENCE, role)
+        session = open_session(address, PATIENCE, role)
         for payload in payloads:
-            connection.sendall(codec.encode(payload))
-        connection.sendall(rest)
-        return connection
+            session.send(payload)
+        session.connection.sendall(rest)
+        return session.connection
 
-    def replaying() -> socket.socket:
+    def sending(text: bytes) -> socket.socket:
         connection = raw_connection(address)
-        connection.sendall(old_proof)
+        connection.sendall(text)
         return connection
 
     def noisy() -> socket.socket:
@@ -217,34 +267,21 @@ def make_strangers(address: HubAddress, noise: random.Random) -> list[Stranger]:
             connection.send(noise.randbytes(noise.choice([64, 1000, 1 << 20])))
         return connection
 
-    def half_proven() -> socket.socket:
-        connection = raw_connection(address)
-        connection.sendall(new_nonce())
-        return connection
-
-    def replayed_frame() -> socket.socket:
-        connection, codec = open_session(address, PATIENCE, STORE)
-        frame = codec.encode(encode(StoreRequest("get", ("key",))))
-        connection.sendall(frame + frame)
-        return connection
-
-    genuine, old_proof = proving(address, TOKEN)
-    assert len(genuine.recv(MAC_BYTES, socket.MSG_WAITALL)) == MAC_BYTES
-    genuine.close()
+    recording, hello = recorded_session(address), client_hello()
     half = LENGTH.pack(100) + b"half a frame"
     get = encode(StoreRequest("get", ("key",)))
-    add(5, LIMIT, lambda: authentic(REPLICA))  # silent after the proof
+    add(5, LIMIT, lambda: authentic(REPLICA))  # silent after the handshake
     add(5, LIMIT, lambda: authentic(REPLICA, rest=half))
     add(5, LIMIT, lambda: authentic(STORE, get, rest=half))
     add(5, LIMIT, lambda: authentic(STORE, get), slow=True)  # a byte of a frame now and then
     add(5, 0.0, lambda: authentic(STORE, get, rest=LENGTH.pack(MAX_PAYLOAD_BYTES + 1)))
-    add(5, 0.0, replayed_frame)
-    add(20, 0.0, lambda: proving(address, b"")[0])
-    add(20, 0.0, lambda: proving(address, b"another secret of this length")[0])
-    add(15, 0.0, replaying)
+    add(20, 0.0, lambda: stranger_with(address, None))
+    add(20, 0.0, lambda: stranger_with(address, OTHER_TOKEN))
+    add(15, 0.0, lambda: sending(recording))
+    add(5, 0.0, lambda: sending(b"GET / HTTP/1.1\r\n\r\n"))
     add(15, 0.0, noisy)
     add(40, 2 * LIMIT, lambda: raw_connection(address))  # half open: one waits for a place, too
-    add(30, 2 * LIMIT, half_proven)
+    add(30, 2 * LIMIT, lambda: sending(hello))
     add(30, 2 * LIMIT, lambda: raw_connection(address), slow=True)
     return found
 
@@ -278,9 +315,12 @@ def closing_times(strangers: list[Stranger], seconds: float) -> dict[int, float]
 def test_strangers_are_closed_within_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200 at once: no token, a wrong one, replayed proofs and frames, noise, half-open and slow."""
+    """200 at once: without a certificate, with a foreign one, a session that was recorded, plain
+    text, noise, half-open and slow."""
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", LIMIT)
     monkeypatch.setattr(server, "FRAME_SECONDS", LIMIT)
+    for token in (None, OTHER_TOKEN):
+        context_of(token)  # contexts of attackers are not counted
     with attacked(tmp_path) as run:
         usual, descriptors, memory = run.rate(1.0), num_descriptors(), memory_bytes()
         began, count = time.monotonic(), run.hub.state.round
@@ -328,14 +368,14 @@ def test_peer_that_does_not_read_is_disconnected(
 ) -> None:
     monkeypatch.setattr(server, "MAX_BACKLOG_BYTES", 1 << 16)
     with attacked(tmp_path) as run:
-        connection, codec = open_session(run.address, PATIENCE, STORE)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-        connection.sendall(codec.encode(encode(StoreRequest("set", ("key",), "A" * 4000))))
-        asked = encode(StoreRequest("get", ("key",)))
-        with connection, pytest.raises(ConnectionError):
+        session = open_session(run.address, PATIENCE, STORE)
+        session.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        session.send(encode(StoreRequest("set", ("key",), b"A" * 3000)))
+        asked = frame(encode(StoreRequest("get", ("key",))))
+        with session, pytest.raises(OSError):
             until = time.monotonic() + PATIENCE
             while time.monotonic() < until:
-                connection.sendall(b"".join(codec.encode(asked) for _ in range(1000)))
+                session.connection.sendall(1000 * asked)
                 time.sleep(0.05)
 
 
@@ -344,15 +384,15 @@ def test_name_of_a_member_is_not_taken_over(tmp_path: Path) -> None:
     with attacked(tmp_path) as run:
         sessions = []
         for name in "ab":
-            session, codec = open_session(run.address, PATIENCE, REPLICA)
-            session.sendall(codec.encode(encode(replace(HELLO, name=name, incarnation="2"))))
-            sessions.append((session, codec))
-        for session, codec in sessions:
+            session = open_session(run.address, PATIENCE, REPLICA)
+            session.send(encode(structs.replace(HELLO, name=name, incarnation="2")))
+            sessions.append(session)
+        for session in sessions:
             with session:
-                answer = decode(codec.decode(read_frame(session)), FromHub)
+                answer = decode(session.receive(time.monotonic() + PATIENCE), FromHub)
                 assert isinstance(answer, Refused)
                 assert answer.rule == "another replica of this name takes part"
-                assert session.recv(1) == b""
+                assert session.connection.recv(1) == b""
 
 
 # ---- messages that no replica sends
@@ -367,7 +407,7 @@ class Fuzzer:
     def payload(self, example: Any) -> bytes:
         """A payload made from a message."""
         draw = self.random
-        record = {"kind": type(example).__name__} | asdict(example)
+        record = msgspec.to_builtins(example)
         match draw.randrange(9):
             case 0:
                 return self._with_other_bytes(to_json(record))
@@ -424,20 +464,18 @@ class Fuzzer:
         holder[key] = draw.choice(ODD_VALUES)
 
 
-def ask(session: socket.socket, codec: FrameCodec) -> Counter[str]:
-    """Read until the hub has closed the connection; which messages came."""
+def ask(session: Session) -> Counter[str]:
+    """Which messages the hub answers with; none where it closes the connection."""
     kinds: Counter[str] = Counter()
-    session.settimeout(PATIENCE)
-    try:
-        while True:
-            payload = codec.decode(read_frame(session))
+    with suppress(OSError):
+        while not kinds or set(kinds) == {"Welcome"}:  # to which `Heal` belongs
+            payload = session.receive(time.monotonic() + (PAUSE if kinds else PATIENCE))
             kinds[json.loads(payload).get("kind", "status")] += 1
-    except ConnectionError:
-        return kinds
+    return kinds
 
 
 def test_fuzzed_messages_cost_only_their_own_connection(tmp_path: Path) -> None:
-    """Each is the first message of an authentic session, or comes after its MAC was made."""
+    """Each is the first message of an authentic session, or bytes that TLS has not made."""
     fuzzer, answers, most = Fuzzer(3), Counter[str](), 0
     with attacked(tmp_path) as run:
         usual, descriptors = run.rate(1.0), num_descriptors()
@@ -445,21 +483,20 @@ def test_fuzzed_messages_cost_only_their_own_connection(tmp_path: Path) -> None:
         for number in range(NUM_MESSAGES):
             role, example = fuzzer.random.choice(HUB_ROLES), fuzzer.random.choice(EXAMPLES)
             if role == REPLICA and fuzzer.random.random() < 0.5:
-                example = replace(HELLO, name=f"x{number}")
+                example = structs.replace(HELLO, name=f"x{number}")
             elif role == STORE and fuzzer.random.random() < 0.5:
                 example = fuzzer.random.choice(EXAMPLES[-4:])
             payload = fuzzer.payload(example)
             if role == QUERY and fuzzer.random.random() < 0.5:
                 payload = fuzzer._with_other_bytes(b"status").replace(b"stop", b"")
-            session, codec = open_session(run.address, PATIENCE, role)
-            with session:
-                frame = bytearray(codec.encode(payload))
-                if number % 20 == 0:
-                    frame[fuzzer.random.randrange(LENGTH.size, len(frame))] ^= 1
+            with open_session(run.address, PATIENCE, role) as session:
                 with suppress(OSError):
-                    session.sendall(frame)
-                    session.shutdown(socket.SHUT_WR)
-                found = ask(session, codec)
+                    if number % 20 == 0:  # inside of the encrypted stream
+                        socket.socket.sendall(session.connection, payload or b"x")
+                        socket.socket.shutdown(session.connection, socket.SHUT_WR)
+                    else:
+                        session.send(payload)
+                found = ask(session)
                 assert not found or number % 20
                 answers += found
             most = max(most, num_descriptors())
@@ -477,7 +514,8 @@ def out_of_place(draw: random.Random, state: HubState) -> FromReplica:
     count = draw.choice([state.round, state.round + 1, -1, 2**62])
     messages: list[FromReplica] = [
         AliveMessage(draw.choice([-1, 0, 2**62]), -5, 2**62), Arrive(count, ("x",)), Formed(epoch),
-        replace(READY, epoch=epoch, round=count), Failed(epoch, ("a", "b")), Healed(count, "d"),
+        structs.replace(READY, epoch=epoch, round=count), Failed(epoch, ("a", "b")),
+        Healed(count, "d"),
     ]  # fmt: skip
     return draw.choice(messages)
 
@@ -492,12 +530,10 @@ def out_of_place(draw: random.Random, state: HubState) -> FromReplica:
 def test_run_begins_after_wrong_replicas_are_gone(tmp_path: Path, change: dict[str, Any]) -> None:
     with running_hub(tmp_path, token=TOKEN) as (hub, address):
         for number in range(3):
-            session, codec = open_session(address, PATIENCE, REPLICA)
-            with session:
-                wrong = replace(HELLO, name=f"x{number}", **change)
-                session.sendall(codec.encode(encode(wrong)))
-                session.shutdown(socket.SHUT_WR)
-                ask(session, codec)
+            with open_session(address, PATIENCE, REPLICA) as session:
+                wrong = msgspec.to_builtins(HELLO) | {"name": f"x{number}"} | change
+                session.send(to_json(wrong))
+                ask(session)
         wait_until(lambda: not hub.state.roster)
         assert hub._failure is None
         members = [PretendingReplica(address, name, 2, 3).start() for name in "ab"]
@@ -524,7 +560,7 @@ def test_joiner_cannot_say_that_training_is_over() -> None:
 def test_replica_that_is_gone_before_the_run_begins_decides_nothing() -> None:
     """Would catch: a replica that was started with a wrong flag, and stopped, spoils the run."""
     run = HubDecisions()
-    run.take("a", replace(run.hello("a", 3), layout="other"))
+    run.take("a", structs.replace(run.hello("a", 3), layout="other"))
     run.take("b", run.hello("b", 2))
     assert isinstance(run.sent["b"][0], Refused)
     run.take("a", Disconnected())
@@ -537,9 +573,9 @@ def test_replica_that_is_gone_before_the_run_begins_decides_nothing() -> None:
 
 def test_texts_that_no_file_can_have_are_refused() -> None:
     """Would catch: the hub ends because it cannot hash a digest."""
-    for message in (replace(HELLO, digest="\ud800"), replace(READY, digests=("a", "b\udfff"))):
-        with pytest.raises(MessageError, match="half of a character"):
-            decode(encode(message), FromReplica)
+    for message, change in ((HELLO, {"digest": "\ud800"}), (READY, {"digests": ["a", "b\udfff"]})):
+        with pytest.raises(MessageError, match=r"surrogate|truncated"):
+            decode(to_json(msgspec.to_builtins(message) | change), FromReplica)
 
 
 def test_decisions_take_any_valid_message() -> None:
@@ -550,7 +586,7 @@ def test_decisions_take_any_valid_message() -> None:
         for _ in range(60):
             name = draw.choice("abcd")
             given: Any = draw.choice([
-                replace(
+                structs.replace(
                     HELLO, name=name, incarnation=draw.choice("12"), is_fresh=draw.random() < 0.8,
                     applied=draw.choice([0, state.round]), digest=draw.choice(["", state.digest]),
                     epoch=state.epoch, is_busy=draw.random() < 0.5,

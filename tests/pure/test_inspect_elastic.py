@@ -21,8 +21,9 @@ def inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = (ReplicaEntry(500, 0, 500, 500), ReplicaEntry(400, 0, 400, 400))
     manifest = Manifest(
-        500, "leader", "edit", 2, 1, {}, {}, ("final",), False, 1, entries, {}, 1, 1, **changes
-    )
+        500, "leader", "edit", 2, 1, {}, {}, ("final",), False, entries, 1, 1, (), {},
+        round=1, detectors={}, **changes,
+    )  # fmt: skip
     path.write_text(manifest.text())
     assert main(["inspect", str(tmp_path)]) == 0
     return capsys.readouterr().out

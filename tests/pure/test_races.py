@@ -371,7 +371,7 @@ def test_offload_uploads_are_bounded_when_the_host_runs_ahead(mode: str) -> None
     engine = training.rank.engine
     streams, settings = engine.syncs.outer.offload_streams, engine.settings
     assert streams is not None
-    most = 2 * ((settings.prefetch_units if settings.overlap else 1) + 1)
+    most = 2 * ((settings.used.prefetch_units if settings.overlap else 1) + 1)
     assert 2 <= detector.peak_blocks[streams._up] <= most
 
 
