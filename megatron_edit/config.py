@@ -1,6 +1,6 @@
 """Settings of the plugin: the rules for them and between them, and their flags.
 
-`EditConfig` is the resolved configuration. From the metadata of its fields (`config_fields`)
+`EditConfig` is the resolved configuration. From the metadata of its fields (`method.settings`)
 `add_arguments` builds the `--edit-*` flags for this package's own parser (`command_line`) and for
 Megatron's.
 """
@@ -12,14 +12,13 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from megatron_edit.config_fields import SettingFields, in_words, is_within
-from megatron_edit.config_fields import number_or_auto as number_or_auto
 from megatron_edit.constants import (
     ADACOMM,
     ADAM,
     ALL,
+    AUTO,
     BF16,
     BLOCKING,
     DEFAULT_STRATEGY,
@@ -36,12 +35,12 @@ from megatron_edit.constants import (
     TOP64,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, default_text, flag, format_value, parse_endpoint, preset_of
+from megatron_edit.flags import default_text, flag, format_value, parse_endpoint, preset_of
+from megatron_edit.method.auto import AUTO_SETTINGS
 from megatron_edit.method.schedule import last_local as last_local_of
+from megatron_edit.method.settings import Settings, in_words, is_within
 from megatron_edit.method.strategy import STRATEGIES, outer_preset
 
-# Share of the training time that syncs should not exceed; the target of all advice on settings.
-TARGET_SYNC_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id", "nominal_replicas", "metrics_port")
 # Settings without effect: with timed strategies, with an endless warm-up, without a penalty.
 STEP_COUNT_SETTINGS = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
@@ -49,11 +48,7 @@ SYNC_SETTINGS = (
     "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
     "final_sync_fraction",
 )  # fmt: skip
-# Settings that `--edit-auto` chooses where they are not given; steps of the warm-up it needs.
-AUTO_SETTINGS = (
-    "sync_interval", "sync_dtype", "fragments", "delay_steps", "outer_lr", "outer_momentum",
-)  # fmt: skip
-AUTO_WARMUP_STEPS = 20
+AUTO_WARMUP_STEPS = 20  # that `--edit-auto` needs
 OUTER_SETTINGS = ("outer_lr", "outer_momentum")
 # Values of settings with which a run may have a hub.
 _ELASTIC: dict[str, tuple[Any, ...]] = {
@@ -77,7 +72,7 @@ _PENALTY_SETTINGS = (
 
 
 @dataclass(frozen=True)
-class EditConfig(SettingFields):
+class EditConfig(Settings):
     """Settings of EDiT. The constructor fills in the strategy's presets and checks all values.
 
     Args:
@@ -88,9 +83,6 @@ class EditConfig(SettingFields):
     """
 
     inner_optimizer: InitVar[str] = ADAM
-
-    # What `--edit-auto` chooses: settings that were not given. Not a field: `replace` gives all.
-    open_settings: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self, inner_optimizer: str) -> None:
         if self.auto:

@@ -6,7 +6,8 @@ imported without settings.
 
 from __future__ import annotations
 
-# Allowed values of settings; `EditConfig` describes them and has the defaults.
+# Allowed values of settings; `Settings` describes them and has the defaults.
+AUTO = "auto"
 NCCL, GLOO = SYNC_BACKENDS = ("nccl", "gloo")
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4", "int2", "ternary", "sign")  # by falling size
 FP32, BF16, INT8, INT4, INT2, TERNARY, SIGN = SYNC_DTYPES

@@ -7,11 +7,10 @@ import re
 from ipaddress import IPv6Address
 from typing import Any
 
-from megatron_edit.constants import ADAM
+from megatron_edit.constants import ADAM, AUTO
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
-AUTO = "auto"
 _HOST_NAME = re.compile(r"[\w.-]+")
 USE_EDIT, PREFIX = "--use-edit", "--edit-"
 FLAG_PREFIXES = (USE_EDIT, PREFIX)

@@ -1,4 +1,4 @@
-"""The interfaces of the engine: host, reporter, settings, and communication groups.
+"""The interfaces of the engine: host, reporter, and communication groups.
 
 `megatron_edit.host` implements `Host` for Megatron, and `megatron_edit.observe` implements
 `Reporter`; tests implement them with plain tensors.
@@ -6,22 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.wire import NUM_PHASES, Wire
-from megatron_edit.engine.plan import Decision, Penalty, RoundRules
+from megatron_edit.engine.plan import Decision
 from megatron_edit.engine.units import UnitPlan, UnitShard
-from megatron_edit.method.auto import AutoChoice, SyncSettings
-from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.moments import MomentSchedule
-from megatron_edit.method.outer import OuterRule
-from megatron_edit.method.schedule import Schedule
+from megatron_edit.method.auto import AutoChoice
 
 TIED_EMBEDDING = "tied-embedding"
 
@@ -331,114 +325,3 @@ class EngineGroups:
         ties = (self.ties[name] for name in sorted(self.ties))
         for group in (self.sync, self.meeting, self.control, self.replica, self.stage, *ties):
             group.close()
-
-
-@dataclass(frozen=True)
-class TimedRounds:
-    """Rounds in which blocks of samples are assigned: they end by the clock (A-EDiT), or after a
-    number of steps.
-
-    Attributes:
-        length: seconds between two meetings: tau_time / F.
-        min_steps: steps of all replicas since the last meeting below which a round goes on.
-        target: blocks of samples to consume, one per step of a replica.
-        steps: tau, of each replica between two meetings; None: the clock decides.
-    """
-
-    length: float
-    min_steps: float
-    target: int
-    steps: int | None
-
-
-@dataclass(frozen=True)
-class AutoRules:
-    """How settings of the rounds are chosen (`--edit-auto`).
-
-    Attributes:
-        given: value of each setting: given, or the usual one.
-        open: names of those that are chosen.
-        target: share of the speed without syncs that is to be reached.
-        last_local_step: last step before the final synchronous phase, or of the training.
-        settings_for: the engine's settings with a choice.
-    """
-
-    given: SyncSettings
-    open: tuple[str, ...]
-    target: float
-    last_local_step: int
-    settings_for: Callable[[AutoChoice], EngineSettings]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of an engine.
-
-    Attributes:
-        schedule: warm-up and sync interval.
-        max_norm: phi of the clip; None switches the clip off.
-        landing: when and how parameters take the result of a sync.
-        gradient_wire: the same for gradients, in the warm-up and in the final phase.
-        digest_interval: syncs between two drift checks.
-        fixed_timeout: whether the user gave the time-out; otherwise it adapts to the rounds.
-        timed: how rounds end by the clock; None ends them by the schedule.
-        overlap: whether units land in the forward pass, where the host supports it.
-        prefetch_units: units in flight in overlap mode.
-        offload: whether the outer state lives in host memory.
-        moments: which moments of the inner optimizer are averaged, and at which syncs.
-        checks_commit: whether replicas compare the results of a blocking sync before they apply it.
-        auto: how a part of these settings is chosen during training; None: all are given.
-    """
-
-    schedule: Schedule
-    penalty: Penalty
-    outer: OuterRule
-    max_norm: float | None
-    landing: LandingRule
-    wire: Wire
-    gradient_wire: Wire
-    digest_interval: int
-    fixed_timeout: bool
-    timed: TimedRounds | None
-    overlap: bool
-    prefetch_units: int
-    offload: bool
-    moments: MomentSchedule
-    checks_commit: bool
-    auto: AutoRules | None
-
-    @property
-    def round_rules(self) -> RoundRules:
-        """The settings that plans of rounds follow."""
-        min_steps = 0.0 if self.timed is None else self.timed.min_steps
-        return RoundRules(
-            self.penalty,
-            self.landing,
-            self.schedule,
-            min_steps,
-            has_final_round=self.timed is None or self.timed.steps is None,
-            moments=self.moments,
-            target=0.0 if self.auto is None else self.auto.target,
-        )
-
-    @property
-    def num_phases(self) -> int:
-        """Phases that exchanges of the sync group may have, see `comm.wire`; 0 if none has any."""
-        if self.moments.rule.has_phases or self.auto is not None:
-            return NUM_PHASES
-        return max(self.wire.num_phases, self.gradient_wire.num_phases)
-
-    def checks_drift_after(self, round: int) -> bool:
-        """Whether drift is checked after a sync: every `digest_interval`-th sync of a fragment."""
-        sync_of_fragment = (round - 1) // self.schedule.fragments + 1
-        return sync_of_fragment % self.digest_interval == 0
-
-    @cached_property
-    def depth(self) -> int:
-        """Maximum number of units in flight, of a sync that lands immediately."""
-        return self.prefetch_units if self.overlap else 1
-
-    @property
-    def overlaps_compute(self) -> bool:
-        """Whether exchanges may be in flight while the host computes."""
-        return self.overlap or not self.landing.is_immediate

@@ -18,45 +18,22 @@ from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.units import Selection
 from megatron_edit.method.auto import AutoChoice, leaves_prediction, num_judged
-from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
+from megatron_edit.method.detector import DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import BlockAssignment
-from megatron_edit.method.loss_check import (
-    LossCheckConfig,
-    LossHistory,
-    LossVerdict,
-    check_losses,
-)
-from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
+from megatron_edit.method.loss_check import LossHistory, LossVerdict, check_losses
+from megatron_edit.method.moments import NO_MOMENTS, MomentRule
 from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.rows import rows_of
-from megatron_edit.method.schedule import RoundStart, Schedule
+from megatron_edit.method.schedule import RoundStart
+from megatron_edit.method.settings import Settings
 from megatron_edit.method.weights import blend_step_weights, replica_weights
 
 LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
-
-
-@dataclass(frozen=True)
-class Penalty:
-    """Settings of the pseudo-gradient penalty.
-
-    Attributes:
-        eliminate: False rejects only norms that are not finite.
-        temperature: T of the weights; None is auto.
-        uniform: True gives all accepted replicas the same weight.
-        step_share: rho, share of the step counts in the weights.
-        loss_check: settings of the loss check; None rejects no replica because of its loss.
-    """
-
-    detector: DetectorConfig
-    eliminate: bool
-    temperature: float | None
-    uniform: bool
-    step_share: float
-    loss_check: LossCheckConfig | None
 
 
 @dataclass(frozen=True)
@@ -106,7 +83,7 @@ class Decision:
 def decide(
     norms: Tensor,
     detectors: DetectorState,
-    penalty: Penalty,
+    settings: Settings,
     steps: Tensor,
     units: Sequence[int],
     loss: LossVerdict | None = None,
@@ -131,14 +108,15 @@ def decide(
         loss = LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
     is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)
     judged = torch.where(is_unjudged, torch.full_like(norms, torch.nan), norms)
-    verdict, learned = judge_units(
-        judged, detectors, units, penalty.detector, enabled=penalty.eliminate
-    )
+    verdict, learned = judge_units(judged, detectors, units, settings)
     weights = replica_weights(
-        judged, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
+        judged,
+        verdict.anomalous,
+        temperature=settings.weight_temperature,
+        uniform=settings.no_weighting,
     )
-    if penalty.step_share:
-        weights = blend_step_weights(weights, ~verdict.anomalous, counts, penalty.step_share)
+    if settings.step_weight:
+        weights = blend_step_weights(weights, ~verdict.anomalous, counts, settings.step_weight)
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
     bound = sum_in_rank_order(torch.where(weights > 0, weights * norms, torch.zeros_like(norms)))
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
@@ -200,29 +178,6 @@ class MeetingOutcome(Enum):
     SYNC = auto()
     EXTEND = auto()  # too few steps so far: the round goes on
     STOP = auto()  # a replica stops on request: no sync
-
-
-@dataclass(frozen=True)
-class RoundRules:
-    """Settings that plans of rounds depend on.
-
-    Attributes:
-        landing: when and how parameters take the result of a sync.
-        schedule: gives the length of rounds that are counted in steps.
-        min_steps: steps of all replicas below which a round that ends by the clock goes on.
-        has_final_round: whether the last blocks are assigned by quota, so that the clock does not
-            end their round.
-        moments: which moments of the inner optimizer are averaged, and at which syncs.
-        target: share of the speed without syncs that a choice of settings was to reach.
-    """
-
-    penalty: Penalty
-    landing: LandingRule
-    schedule: Schedule
-    min_steps: float = 0.0
-    has_final_round: bool = True
-    moments: MomentSchedule = NEVER
-    target: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -359,7 +314,7 @@ def plan_round(
     before: RoundState,
     records: Sequence[ControlRecord],
     units: Sequence[int],
-    rules: RoundRules,
+    settings: EngineSettings,
     *,
     is_last: bool,
 ) -> RoundPlan:
@@ -382,15 +337,15 @@ def plan_round(
         first_loss = mean_loss if first_loss is None else first_loss
         next_lr = max(record.next_lr for record in records)
         start = RoundStart(records[0].step, next_lr, mean_loss, first_loss)
-        length = rules.schedule.round_length(start)
+        length = settings.schedule.round_length(start)
     elif not assignment.is_over:
         # After the last block there is no next round: the replicas meet again only because they are
         # not yet identical in all units.
         assigned = before.steps_by_assignment(counts)
-        if _is_extended(assignment, assigned, rules.min_steps):
+        if _is_extended(assignment, assigned, settings.min_round_steps):
             extended = replace(before, resumes_at_meeting=False)
             return RoundPlan(MeetingOutcome.EXTEND, records, extended)
-        assignment = assignment.next_round(assigned, counts, has_final_round=rules.has_final_round)
+        assignment = assignment.next_round(assigned, counts, has_final_round=settings.is_timed)
         is_assigned = True
         has_empty_share = not assignment.is_over and any(
             assignment.is_exhausted(replica, 0) for replica in range(len(records))
@@ -399,13 +354,14 @@ def plan_round(
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
-    loss, loss_history = _check_losses(before.loss_history, records, rules.penalty)
+    loss, loss_history = _check_losses(before.loss_history, records, settings.used)
     decision, detectors = decide(
-        norms, before.detectors, rules.penalty, unit_steps[:, columns], columns, loss
+        norms, before.detectors, settings.used, unit_steps[:, columns], columns, loss
     )
     unit_steps[:, columns] = 0
-    landing = DIRECT_COPY if is_last else rules.landing
+    landing = DIRECT_COPY if is_last else settings.landing
     choice, exposed = before.choice, _exposed(before, records)
+    share = settings.given.auto_share
     after = replace(
         before,
         count=before.count + 1,
@@ -419,7 +375,7 @@ def plan_round(
         first_loss=first_loss,
         assigned_to=before.members if is_assigned else before.assigned_to,
         exposed=exposed,
-        leaves_prediction=choice is not None and leaves_prediction(choice, exposed, rules.target),
+        leaves_prediction=choice is not None and leaves_prediction(choice, exposed, share),
     )
     return RoundPlan(
         MeetingOutcome.SYNC,
@@ -432,15 +388,15 @@ def plan_round(
         schedule_position=max(record.schedule_position for record in records),
         is_assigned=is_assigned,
         next_meeting_without_step=next_meeting_without_step,
-        moments=_moments_of(rules, after.count, len(records)),
+        moments=_moments_of(settings, after.count, len(records)),
     )
 
 
-def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
+def _moments_of(settings: EngineSettings, sync: int, num_replicas: int) -> MomentRule:
     """Moments averaged at a sync. A single replica keeps its own, which encoding would round."""
     if num_replicas == 1:
         return NO_MOMENTS
-    return rules.moments.rule_of(sync, rules.schedule.fragments)
+    return settings.moments.rule_of(sync, settings.used.fragments)
 
 
 def _exposed(before: RoundState, records: Sequence[ControlRecord]) -> tuple[float, ...]:
@@ -458,14 +414,14 @@ def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:
 
 
 def _check_losses(
-    history: LossHistory, records: Sequence[ControlRecord], penalty: Penalty
+    history: LossHistory, records: Sequence[ControlRecord], settings: Settings
 ) -> tuple[LossVerdict, LossHistory]:
     """The loss check's verdict on the losses in the records, and the histories after it."""
     losses = torch.tensor([record.round_loss for record in records], dtype=torch.float64)
-    if penalty.loss_check is None:
+    if settings.no_loss_check:
         return LossVerdict.without_check(losses), history
     has_steps = torch.tensor([record.inner_steps > 0 for record in records])
-    return check_losses(losses, has_steps, history, penalty.loss_check)
+    return check_losses(losses, has_steps, history, settings)
 
 
 def _is_extended(assignment: BlockAssignment, counts: Sequence[int], min_steps: float) -> bool:

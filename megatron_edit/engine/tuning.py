@@ -24,7 +24,8 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.constants import FP32_BYTES
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter
+from megatron_edit.engine.host import EngineGroups, Reporter
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.method.auto import (
     LEAST_ROUNDS,
@@ -137,7 +138,7 @@ class AutoTuner:
         cls, settings: EngineSettings, groups: EngineGroups, unit_numels: Tensor, has_links: bool
     ) -> AutoTuner:
         """The tuner of a run, with `--edit-auto` or without."""
-        last = settings.schedule.warmup_steps if settings.auto is not None else None
+        last = settings.given.warmup_steps if settings.given.auto else None
         return cls(settings, groups, unit_numels, StepMeter(groups, last), has_links)
 
     def open_groups(self, timeout: AdaptiveTimeout) -> int:
@@ -176,10 +177,10 @@ class AutoTuner:
         Returns:
             The choice; None where nothing is to be chosen, or no step was measured.
         """
-        if self.settings.auto is None:
+        if not self.settings.given.auto:
             return None
         if (before := state.rounds.choice) is not None:
-            return self._choose_again(state, before, self.settings.auto.last_local_step)
+            return self._choose_again(state, before)
         steps, forwards = self.meter.steps, self.meter.forwards
         mine = [_median(steps), _median(forwards, default=0.0), float(len(steps))]
         seconds, forward, counts = _gather_all(self.groups, mine).unbind(dim=1)
@@ -191,19 +192,20 @@ class AutoTuner:
         shortest = last.unflatten(0, (self.groups.sync.size, -1)).amin(dim=1)
         known = float(seconds.max()), float(forward.min()), mean_wait(shortest.tolist())
         setting, measured = self._measure(*known)
-        local_steps = self.settings.auto.last_local_step - state.step
+        local_steps = self.settings.last_local_step - state.step
         return choose(setting, measured, state.step, local_steps)
 
-    def _choose_again(self, state: RunState, before: AutoChoice, last_step: int) -> AutoChoice:
+    def _choose_again(self, state: RunState, before: AutoChoice) -> AutoChoice:
         """Choose again. If nothing better is found, or too few steps remain, the settings stay, and
         the time that was observed is expected from now on, so that this does not repeat."""
         observed = statistics.fmean(state.rounds.exposed or [before.exposed])
         choice = replace(before, since=state.step)
-        if last_step - state.step >= LEAST_ROUNDS * before.settings.sync_interval:
+        local_steps = self.settings.last_local_step - state.step
+        if local_steps >= LEAST_ROUNDS * before.settings.sync_interval:
             known = before.measured
             setting, measured = self._measure(known.step, known.forward, known.wait)
             measured = calibrated(setting, measured, before.settings, observed)
-            choice = choose(setting, measured, state.step, last_step - state.step)
+            choice = choose(setting, measured, state.step, local_steps)
         is_same = choice.settings == before.settings
         return replace(choice, exposed=observed) if is_same else choice
 
@@ -212,11 +214,10 @@ class AutoTuner:
 
         Collective: all ranks of all replicas.
         """
-        groups, rules = self.groups, self.settings.auto
-        assert rules is not None, "settings without rules for a choice"
+        groups, given = self.groups, self.settings.given
         rate, latency = measure_links(groups)
         numels = self.unit_numels[self.unit_numels.sum(dim=1).argmax()].tolist()
-        wires = list(WIRE_LOSS) if "sync_dtype" in rules.open else [rules.given.sync_dtype]
+        wires = list(WIRE_LOSS) if "sync_dtype" in given.open_settings else [given.sync_dtype]
         numel = min(max(int(self.unit_numels.max()), _LEAST_WORK), _MOST_WORK)
         mine = [_work_per_element(wire, numel, groups) for wire in wires]
         work = _gather_all(groups, mine).max(dim=0).values.tolist()
@@ -226,10 +227,7 @@ class AutoTuner:
             extra = moment_bytes(moments.rule, numel, size) // moments.interval
             return Wire.of(wire).payload_bytes(numel, size) + extra
 
-        setting = AutoSetting(
-            rules.given, rules.open, rules.target, tuple(map(int, numels)), payload,
-            self.settings.depth,
-        )  # fmt: skip
+        setting = AutoSetting(given, tuple(map(int, numels)), payload, self.settings.depth)
         work_by_wire = dict(zip(wires, work, strict=True))
         return setting, Measurement(step, forward, rate, latency, work_by_wire, wait)
 

@@ -118,26 +118,14 @@ class CommandLine:
             if word.startswith("--"):
                 break
             value.append(word)
-        close = difflib.get_close_matches(_dashed(words[0]), self._names(), n=1, cutoff=0.7)
+        name = words[0].partition("=")[0].replace("_", "-")
+        names = [flag for flags in self._flags.values() for flag in flags]
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         return UsageError(
             _shortened(" ".join(value)),
             "no such flag of Megatron's or of this script's",
             f"did you mean {close[0]}?" if close else "drop it, or correct it",
         )
-
-    def suggestions(self) -> list[str]:
-        """Suggest a flag of Megatron for each unknown argument that differs by one letter."""
-        found = []
-        for word in self.unknown:
-            name = _dashed(word)
-            near = difflib.get_close_matches(name, self._names(), n=3, cutoff=0.7)
-            near = [flag for flag in near if is_one_letter_off(name, flag)]
-            if word.startswith("--") and near:
-                found.append(f"{word.partition('=')[0]}: did you mean {near[0]}?")
-        return found
-
-    def _names(self) -> list[str]:
-        return [flag for flags in self._flags.values() for flag in flags]
 
     def flags_in(self, args: Namespace, source: str) -> str:
         """Return the flags used in a line of source with their values, as in ``--lr 0.1``."""
@@ -231,17 +219,6 @@ def _is_library(file: str) -> bool:
         "site-packages",
         "dist-packages",
     }.isdisjoint(Path(file).parts)
-
-
-def is_one_letter_off(word: str, name: str) -> bool:
-    """Whether two words differ by at most one missing, additional or different letter."""
-    changes = difflib.SequenceMatcher(None, word, name, autojunk=False).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal") <= 1
-
-
-def _dashed(word: str) -> str:
-    """Return a flag without its value, and with dashes for underscores."""
-    return word.partition("=")[0].replace("_", "-")
 
 
 def _source_of(frame: traceback.FrameSummary) -> str:

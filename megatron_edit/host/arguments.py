@@ -18,8 +18,9 @@ from importlib.util import find_spec
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.transport import check_net
-from megatron_edit.config import EditConfig, number_or_auto
+from megatron_edit.config import EditConfig
 from megatron_edit.constants import (
+    AUTO,
     BLOCKING,
     FP8_GATHER_RECIPES,
     MUON,
@@ -27,9 +28,10 @@ from megatron_edit.constants import (
     SUPPORTED_OPTIMIZERS,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute, flag, flag_of
+from megatron_edit.flags import attribute, flag, flag_of
 from megatron_edit.host.batch_stages import check_stages, has_changing_batch
 from megatron_edit.host.muon import check_muon
+from megatron_edit.method.settings import number_or_auto
 from megatron_edit.method.strategy import STRATEGIES
 
 # Argument, refused value (None: any but None, False, 0 and empty), rule, remedy.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_edit.method.cost import (
     gaps_of_round,
     round_cost,
 )
+from megatron_edit.method.settings import Settings
 from megatron_edit.method.strategy import outer_preset
 
 LEAST_ROUNDS = 4  # that local training has with a chosen interval
@@ -35,7 +36,7 @@ MOST_WORK = 4.0  # times the measured local work; more is rather a link that has
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """The settings that are chosen, by their names in `EditConfig`."""
+    """The settings that are chosen, by their names in `Settings`."""
 
     sync_interval: int
     sync_dtype: str
@@ -43,6 +44,9 @@ class SyncSettings:
     delay_steps: int
     outer_lr: float
     outer_momentum: float
+
+
+AUTO_SETTINGS = tuple(each.name for each in fields(SyncSettings))
 
 
 @dataclass(frozen=True)
@@ -132,18 +136,14 @@ class AutoSetting:
     """What is known before anything is measured.
 
     Attributes:
-        given: value of each setting, by name: given, or the usual one.
-        open: names of those that may be chosen.
-        target: share of the speed without syncs that is to be reached.
+        given: the settings of the run; `open_settings` may be chosen.
         unit_numels: elements of each unit in the shards of the rank that has most, in forward
             order.
         payload: bytes that a rank sends in an exchange of so many elements in a wire type.
         depth: most units in flight in the forward pass; 1 where syncs block.
     """
 
-    given: SyncSettings
-    open: tuple[str, ...]
-    target: float
+    given: Settings
     unit_numels: tuple[int, ...]
     payload: Callable[[int, str], int]
     depth: int
@@ -167,11 +167,17 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
     for _, equals in groupby(candidates, key=_loss):
         of_loss = [predict(setting, measured, each, step) for each in equals]
         fastest = max(of_loss, key=lambda each: each.share)
-        if fastest.share >= setting.target:  # the others, which cost more, are not computed
-            return fastest
+        if fastest.share >= setting.given.auto_share:
+            return fastest  # the others, which cost more, are not computed
         choices.append(fastest)
     least = max(each.share for each in choices) - SHARE_STEP
     return next(each for each in choices if each.share >= least)
+
+
+def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
+    """The settings with a choice, as if it had been given without `--edit-auto`."""
+    chosen = {name: getattr(choice.settings, name) for name in given.open_settings}
+    return replace(given, auto=False, auto_share=Settings.auto_share, **chosen)
 
 
 def predict(
@@ -264,7 +270,7 @@ def _candidates(setting: AutoSetting, local_steps: int) -> Iterator[SyncSettings
     given, num_units = setting.given, len(setting.unit_numels)
 
     def values[T](name: str, tried: Sequence[T]) -> Sequence[T]:
-        return tried if name in setting.open else [getattr(given, name)]
+        return tried if name in setting.given.open_settings else [getattr(given, name)]
 
     longest = max(INTERVALS[0], local_steps // LEAST_ROUNDS)
     shortest = max(values("delay_steps", [0])[0] + 1, values("fragments", [1])[0])
@@ -286,8 +292,8 @@ def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[
         momentum = min(momentum, DELAYED_MOMENTUM)
     given = setting.given
     return (
-        lr if "outer_lr" in setting.open else given.outer_lr,
-        momentum if "outer_momentum" in setting.open else given.outer_momentum,
+        lr if "outer_lr" in given.open_settings else given.outer_lr,
+        momentum if "outer_momentum" in given.open_settings else given.outer_momentum,
     )
 
 

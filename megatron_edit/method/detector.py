@@ -10,32 +10,16 @@ every processor rounds alike are used, and no powers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_edit.method.rows import rows_of
+from megatron_edit.method.settings import Settings
 
 RELATIVE_SIGMA_FLOOR = 0.01  # of the mean: the test must not be too sensitive at a small sigma
-
-
-@dataclass(frozen=True)
-class DetectorConfig:
-    """Settings of every detector.
-
-    Attributes:
-        threshold: delta, in standard deviations above the mean.
-        alpha: weight of the newest value in the exponential statistics, in (0, 1].
-        warmup_syncs: accepted values before a detector is armed.
-        patience: finite rejections in a row after which the next finite value is accepted.
-    """
-
-    threshold: float
-    alpha: float
-    warmup_syncs: int
-    patience: int
 
 
 @dataclass(frozen=True)
@@ -62,23 +46,6 @@ class DetectorState:
         real = torch.zeros(num_replicas, num_units, dtype=torch.float64)
         count = torch.zeros(num_replicas, num_units, dtype=torch.int64)
         return cls(real, real.clone(), count, count.clone(), count.clone())
-
-    @classmethod
-    def from_lists(cls, lists: Mapping[str, list[list[float]]]) -> DetectorState:
-        """Restore the fields from lists `[N][U]` of a checkpoint.
-
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing, or is not a table of numbers.
-        """
-        reals, counts = ("mean", "variance"), ("updates", "accepted", "rejected")
-        return cls(
-            **{name: torch.tensor(lists[name], dtype=torch.float64) for name in reals},
-            **{name: torch.tensor(lists[name], dtype=torch.int64) for name in counts},
-        )
-
-    def to_lists(self) -> dict[str, list[list[float]]]:
-        """The fields as exact lists for a checkpoint; see `from_lists`."""
-        return {name: tensor.tolist() for name, tensor in vars(self).items()}
 
     def of_units(self, units: Sequence[int]) -> DetectorState:
         """The detectors of the given units, in this order."""
@@ -116,47 +83,42 @@ class Verdict:
     scores: Tensor = field(compare=False)
 
 
-def judge(
-    norms: Tensor, state: DetectorState, config: DetectorConfig, *, enabled: bool = True
-) -> tuple[Verdict, DetectorState]:
+def judge(norms: Tensor, state: DetectorState, settings: Settings) -> tuple[Verdict, DetectorState]:
     """Test the norms of one sync, and update the statistics with those that are accepted.
 
     Args:
         norms: float64 [N, U], pseudo-gradient norms G; NaN and inf are allowed.
         state: statistics before this sync; not changed.
-        enabled: False is the ablation: only norms that are not finite are anomalous (a NaN must
-            never spread), and the statistics do not change.
+        settings: with `no_anomaly`, the ablation, only norms that are not finite are anomalous (a
+            NaN must never spread), and the statistics do not change.
 
     Returns:
         The verdict, and the statistics after this sync.
     """
     finite = torch.isfinite(norms)
     blank = torch.full_like(norms, torch.nan)
-    if not enabled:
+    if settings.no_anomaly:
         return Verdict(~finite, blank), state
-    armed = (state.mean > 0) & (state.updates >= 1) & (state.accepted >= config.warmup_syncs)
-    excess, scale = norms - state.mean, _scale(state, config)
+    armed = (
+        (state.mean > 0) & (state.updates >= 1) & (state.accepted >= settings.anomaly_warmup_syncs)
+    )
+    excess, scale = norms - state.mean, _scale(state, settings)
     is_tested = armed & finite
     scores = torch.where(is_tested, excess / scale, blank)
     # Compare the difference, not the quotient: the two can round to different sides of the bound.
-    suspicious = is_tested & (excess > config.threshold * scale)
-    overdue = state.rejected >= config.patience
+    suspicious = is_tested & (excess > settings.anomaly_threshold * scale)
+    overdue = state.rejected >= settings.anomaly_patience
     rejected = suspicious & ~overdue
     accepted = finite & ~rejected
     first = accepted & ((state.accepted == 0) | suspicious)  # a suspicious one restarts it
     return (
         Verdict(~finite | rejected, scores),
-        _learn(norms, state, config, accepted=accepted, first=first, rejected=rejected),
+        _learn(norms, state, settings, accepted=accepted, first=first, rejected=rejected),
     )
 
 
 def judge_units(
-    norms: Tensor,
-    state: DetectorState,
-    units: Sequence[int],
-    config: DetectorConfig,
-    *,
-    enabled: bool = True,
+    norms: Tensor, state: DetectorState, units: Sequence[int], settings: Settings
 ) -> tuple[Verdict, DetectorState]:
     """Like `judge`, for some of the units.
 
@@ -164,20 +126,19 @@ def judge_units(
         norms: float64 [N, len(units)].
         state: statistics of all units; not changed.
         units: their positions, in the order of the columns of `norms`.
-        enabled: see `judge`.
 
     Returns:
         The verdict on these units, and the statistics of all.
     """
-    verdict, learned = judge(norms, state.of_units(units), config, enabled=enabled)
+    verdict, learned = judge(norms, state.of_units(units), settings)
     return verdict, state.with_units(units, learned)
 
 
-def _scale(state: DetectorState, config: DetectorConfig) -> Tensor:
+def _scale(state: DetectorState, settings: Settings) -> Tensor:
     """max(sigma, 0.01 mu), with sigma corrected for a young history."""
     # 1 - (1 - alpha)^k is the weight that k updates have given to real values: without it the
     # variance of a young history is far too small. k = 0 is never armed; 1 avoids 0 / 0.
-    young = 1.0 - _power(1.0 - config.alpha, state.updates.clamp(min=1))
+    young = 1.0 - _power(1.0 - settings.anomaly_alpha, state.updates.clamp(min=1))
     sigma = (state.variance / young).sqrt()
     return torch.maximum(sigma, RELATIVE_SIGMA_FLOOR * state.mean)
 
@@ -194,15 +155,15 @@ def _power(base: float, exponents: Tensor) -> Tensor:
 def _learn(
     norms: Tensor,
     state: DetectorState,
-    config: DetectorConfig,
+    settings: Settings,
     *,
     accepted: Tensor,
     first: Tensor,
     rejected: Tensor,
 ) -> DetectorState:
-    later = accepted & ~first
-    mean = config.alpha * norms + (1.0 - config.alpha) * state.mean
-    variance = (1.0 - config.alpha) * state.variance + config.alpha * (norms - mean).square()
+    later, alpha = accepted & ~first, settings.anomaly_alpha
+    mean = alpha * norms + (1.0 - alpha) * state.mean
+    variance = (1.0 - alpha) * state.variance + alpha * (norms - mean).square()
     zero = torch.zeros_like(state.updates)
     return DetectorState(
         mean=torch.where(first, norms, torch.where(later, mean, state.mean)),

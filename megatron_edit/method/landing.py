@@ -8,6 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron_edit.method.settings import Settings
+from megatron_edit.method.strategy import STRATEGIES
+
 
 @dataclass(frozen=True)
 class LandingRule:
@@ -25,6 +28,17 @@ class LandingRule:
     mix: float
     keeps_progress: bool
     at_next_meeting: bool
+
+    @classmethod
+    def of(cls, settings: Settings) -> LandingRule:
+        """The rule for all syncs but the last one of a run."""
+        strategy = STRATEGIES[settings.strategy]
+        return cls(
+            settings.delay_steps,
+            settings.mix,
+            keeps_progress=strategy.keeps_progress,
+            at_next_meeting=strategy.lands_at_next_meeting,
+        )
 
     @cached_property
     def is_immediate(self) -> bool:

@@ -9,32 +9,20 @@ steady difference, which is part of the history.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_edit.method.rows import rows_of
+from megatron_edit.method.settings import Settings
 
 MIN_EXCESS = 0.1  # nats per token: a smaller rise of the loss never rejects a replica
 WARMUP_ROUNDS = 8  # accepted values before a history is armed
 NEWEST_WEIGHT = 0.05  # of the newest value in a long history; a short one is a plain mean
 SIGMA_PER_DEVIATION = math.sqrt(math.pi / 2)  # sigma / mean absolute deviation, of a normal value
 FEWEST_COMPARED = 3  # replicas; with two that differ it is unknown which one is wrong
-
-
-@dataclass(frozen=True)
-class LossCheckConfig:
-    """Settings of the loss check.
-
-    Attributes:
-        threshold: standard deviations above the mean of the replica's own history.
-        patience: rejections in a row after which the next value is accepted.
-    """
-
-    threshold: float
-    patience: int
 
 
 @dataclass(frozen=True)
@@ -60,27 +48,6 @@ class LossHistory:
         count = torch.zeros(num_replicas, dtype=torch.int64)
         return cls(real, real.clone(), count, count.clone())
 
-    @classmethod
-    def from_lists(cls, lists: Mapping[str, list[float]], num_replicas: int) -> LossHistory:
-        """Restore from lists of a checkpoint; fresh if it has none, or that of another N.
-
-        Args:
-            lists: the fields as lists [N]; empty in checkpoints of older versions.
-            num_replicas: N of this run.
-
-        Raises:
-            KeyError, TypeError, ValueError: a field is missing, or is not a list of numbers.
-        """
-        if not lists:
-            return cls.fresh(num_replicas)
-        saved = cls(
-            **{n: torch.tensor(lists[n], dtype=torch.float64) for n in ("mean", "deviation")},
-            **{n: torch.tensor(lists[n], dtype=torch.int64) for n in ("accepted", "rejected")},
-        )
-        if len({tensor.shape for tensor in vars(saved).values()}) > 1 or saved.mean.dim() != 1:
-            raise ValueError("fields of different lengths")
-        return saved if len(saved.mean) == num_replicas else cls.fresh(num_replicas)
-
     def of_rows(self, rows: Sequence[int | None]) -> LossHistory:
         """The histories of these replicas, in this order; None is a new replica.
 
@@ -90,10 +57,6 @@ class LossHistory:
         if (len(rows) < FEWEST_COMPARED) != (len(self.mean) < FEWEST_COMPARED):
             return LossHistory.fresh(len(rows))
         return LossHistory(*(rows_of(tensor, rows) for tensor in vars(self).values()))
-
-    def to_lists(self) -> dict[str, list[float]]:
-        """The fields as exact lists for a checkpoint; see `from_lists`."""
-        return {name: tensor.tolist() for name, tensor in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -105,8 +68,8 @@ class LossVerdict:
         losses: float64, nats per token, mean loss of each replica since the last meeting; NaN
             where it is not known.
         scores: float64, z: excess over the history's mean in standard deviations, of which the
-            smallest is MIN_EXCESS / threshold; NaN where the history is not armed or the replica
-            is not tested.
+            smallest is MIN_EXCESS / loss_threshold; NaN where the history is not armed or the
+            replica is not tested.
     """
 
     rejected: Tensor
@@ -152,14 +115,15 @@ def loss_differences(losses: Tensor, judged: Tensor) -> Tensor:
 
 
 def check_losses(
-    losses: Tensor, has_steps: Tensor, history: LossHistory, config: LossCheckConfig
+    losses: Tensor, has_steps: Tensor, history: LossHistory, settings: Settings
 ) -> tuple[LossVerdict, LossHistory]:
     """Test the losses of one round, and update the histories with those that are accepted.
 
     A replica is rejected if its history is armed and
-    d - mean > max(threshold * sigma, MIN_EXCESS). A rejected value does not enter the history.
-    After `patience` rejections in a row the next value is accepted; if it, too, would have been
-    rejected, the history restarts with it: a change of regime must not reject a replica for ever.
+    d - mean > max(loss_threshold * sigma, MIN_EXCESS). A rejected value does not enter the
+    history. After `anomaly_patience` rejections in a row the next value is accepted; if it, too,
+    would have been rejected, the history restarts with it: a change of regime must not reject a
+    replica for ever.
     With fewer than three replicas, whose d is relative to no other loss, a rise of all tested
     replicas counts as such a change immediately, and rejects none.
 
@@ -177,12 +141,12 @@ def check_losses(
     is_tested = known & (history.accepted >= WARMUP_ROUNDS)
     excess = values - history.mean
     sigma = SIGMA_PER_DEVIATION * history.deviation
-    bound = (config.threshold * sigma).clamp(min=MIN_EXCESS)
+    bound = (settings.loss_threshold * sigma).clamp(min=MIN_EXCESS)
     suspicious = is_tested & (excess > bound)
-    rejected = suspicious & (history.rejected < config.patience)
+    rejected = suspicious & (history.rejected < settings.anomaly_patience)
     if len(losses) < FEWEST_COMPARED and bool(suspicious[known].all()):
         rejected = torch.zeros_like(rejected)
-    scores = torch.where(is_tested, config.threshold * excess / bound, torch.nan)
+    scores = torch.where(is_tested, settings.loss_threshold * excess / bound, torch.nan)
     accepted = known & ~rejected
     first = accepted & ((history.accepted == 0) | suspicious)
     learned = _learn(values, history, accepted=accepted, first=first, rejected=rejected)

@@ -21,6 +21,7 @@ from megatron_edit.constants import (
     SECOND_MOMENT,
 )
 from megatron_edit.method.codec import LOG8, ULOG8, Codec
+from megatron_edit.method.settings import Settings
 
 _KINDS = {
     NONE: (),
@@ -69,14 +70,10 @@ class MomentSchedule:
     interval: int
 
     @classmethod
-    def of(cls, which: str, interval: int) -> MomentSchedule:
-        """The schedule of a setting.
-
-        Args:
-            which: one of `constants.AVERAGED_MOMENTS`.
-            interval: K.
-        """
-        return cls(MomentRule(_KINDS[which]), interval)
+    def of(cls, settings: Settings) -> MomentSchedule:
+        """The schedule of a run."""
+        rule = MomentRule(_KINDS[settings.average_moments])
+        return cls(rule, settings.average_moments_every)
 
     def rule_of(self, sync: int, num_fragments: int) -> MomentRule:
         """The rule of one sync; each unit takes part in every F-th sync.
@@ -87,9 +84,6 @@ class MomentSchedule:
         """
         sync_of_unit = (sync - 1) // num_fragments + 1
         return self.rule if sync_of_unit % self.interval == 0 else NO_MOMENTS
-
-
-NEVER = MomentSchedule(NO_MOMENTS, 1)
 
 
 def local_beta2(beta2: float, num_replicas: int) -> float:

@@ -13,19 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_edit.method.settings import Settings
+from megatron_edit.method.strategy import SLOW_MOMENTUM, STALE_MOMENTUM, STRATEGIES
+
 CLIP_EPSILON = 1e-6
 
 
-def weighted_contribution(delta: Tensor, weight: float) -> Tensor:
-    """This replica's addend to the weighted average, of the shape and dtype of `delta`.
+def weighted_contribution_(delta: Tensor, weight: float) -> Tensor:
+    """Make a pseudo-gradient this replica's addend to the weighted average, in place.
 
     Weight 0, of a rejected replica, gives exact zeros without a product: 0 * inf would be NaN.
     """
-    return weighted_contribution_(delta.clone(), weight)
-
-
-def weighted_contribution_(delta: Tensor, weight: float) -> Tensor:
-    """`weighted_contribution`, in place."""
     return delta.zero_() if weight == 0.0 else delta.mul_(weight)
 
 
@@ -152,3 +150,14 @@ class StaleMomentum:
         if self.bound is not None:
             momentum.clamp_(-self.bound, self.bound)
         anchor.sub_(average.copy_(momentum).mul_(self.lr))
+
+
+def outer_rule(settings: Settings) -> OuterRule:
+    """The rule of the strategy's outer step."""
+    kind = STRATEGIES[settings.strategy].outer
+    lr, momentum = settings.outer_lr, settings.outer_momentum
+    if kind == SLOW_MOMENTUM:
+        return SlowMomentum(lr, momentum)
+    if kind == STALE_MOMENTUM:
+        return StaleMomentum(lr, momentum, settings.co2_gap, settings.co2_clip)
+    return Nesterov(lr, momentum)

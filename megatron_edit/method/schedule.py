@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from megatron_edit.constants import ADACOMM, STL
+from megatron_edit.method.settings import Settings
+from megatron_edit.method.strategy import STRATEGIES
+
 
 def last_local(total: int, final_fraction: float) -> int:
     """The last iteration (or sample) before the final synchronous phase.
@@ -210,3 +214,23 @@ class LossSchedule(VaryingSchedule):
 
 
 LONGEST = 2**53  # the largest length that control records and manifests represent exactly
+
+
+def schedule_of(settings: Settings, last_local_step: int, origin: int | None = None) -> Schedule:
+    """The schedule of a run.
+
+    Args:
+        last_local_step: last step before the final synchronous phase, or of the training.
+        origin: step after which the first round of a fixed length began; None is the end of the
+            warm-up.
+    """
+    is_endless = STRATEGIES[settings.strategy].endless_warmup
+    warmup = None if is_endless else settings.warmup_steps
+    usual = warmup, settings.sync_interval, settings.fragments
+    if settings.qsr_a is not None:
+        return QuadraticSchedule(*usual, settings.qsr_a)
+    if settings.interval == STL:
+        return StagewiseSchedule(*usual, settings.stl_stages, last_local_step)
+    if settings.interval == ADACOMM:
+        return LossSchedule(*usual)
+    return StepSchedule(*usual) if origin is None else LaterSchedule(*usual, origin)

@@ -5,52 +5,12 @@ No other module depends on the name of a strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from megatron_edit.constants import INT2, MUON, SIGN, TERNARY, TOP64
 
-if TYPE_CHECKING:
-    from megatron_edit.method.outer import OuterRule
-
-
-@dataclass(frozen=True)
-class RuleSettings:
-    """Settings of the outer step from the command line.
-
-    Attributes:
-        lr: nu, or alpha.
-        momentum: mu_o, or beta.
-        gap: Lambda of CO2.
-        bound: phi_m of CO2; None does not clamp.
-    """
-
-    lr: float
-    momentum: float
-    gap: float
-    bound: float | None
-
-
-# The rules are imported on demand, so that settings can be read without torch.
-
-
-def _nesterov(settings: RuleSettings) -> OuterRule:
-    from megatron_edit.method.outer import Nesterov
-
-    return Nesterov(settings.lr, settings.momentum)
-
-
-def _slow_momentum(settings: RuleSettings) -> OuterRule:
-    from megatron_edit.method.outer import SlowMomentum
-
-    return SlowMomentum(settings.lr, settings.momentum)
-
-
-def _stale_momentum(settings: RuleSettings) -> OuterRule:
-    from megatron_edit.method.outer import StaleMomentum
-
-    return StaleMomentum(settings.lr, settings.momentum, settings.gap, settings.bound)
+NESTEROV, SLOW_MOMENTUM, STALE_MOMENTUM = "nesterov", "slow-momentum", "stale-momentum"
 
 
 @dataclass(frozen=True)
@@ -67,6 +27,7 @@ class Strategy:
         is_timed: replicas meet by the clock, after as many steps as each has made by then.
         is_elastic: a hub may decide which replicas take part.
         has_penalty: whether replicas are weighted, anomalous ones rejected, and averages clipped.
+        outer: the rule of the outer step (`outer_rule`).
         keeps_progress: whether a delayed landing keeps the change of the parameters since the
             snapshot.
         lands_at_next_meeting: the result of a round lands at the end of the next.
@@ -81,7 +42,7 @@ class Strategy:
     is_timed: bool = False
     is_elastic: bool = False
     has_penalty: bool = False
-    make_rule: Callable[[RuleSettings], OuterRule] = _nesterov
+    outer: str = NESTEROV
     keeps_progress: bool = True
     lands_at_next_meeting: bool = False
     own_settings: tuple[str, ...] = ()
@@ -119,12 +80,12 @@ STRATEGIES = {
         Strategy("ddp", endless_warmup=True, has_penalty=True),
         Strategy("local-sgd", {**_AVERAGING, "warmup_steps": 0}),
         Strategy("post-local-sgd", _AVERAGING),
-        Strategy("slowmo", {"outer_lr": 1.0, "outer_momentum": 0.7}, make_rule=_slow_momentum),
+        Strategy("slowmo", {"outer_lr": 1.0, "outer_momentum": 0.7}, outer=SLOW_MOMENTUM),
         Strategy("diloco", _DILOCO),
         Strategy(
             "co2",
             {"outer_lr": 1.0, "outer_momentum": 0.5},
-            make_rule=_stale_momentum,
+            outer=STALE_MOMENTUM,
             keeps_progress=False,
             lands_at_next_meeting=True,
             own_settings=("co2_gap", "co2_clip"),

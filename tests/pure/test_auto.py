@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import AUTO_SETTINGS
+from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32, INT8, SIGN
-from megatron_edit.host.settings import engine_settings
+from megatron_edit.engine import EngineSettings
 from megatron_edit.method import auto
 from megatron_edit.method.auto import (
+    AUTO_SETTINGS,
     INTERVALS,
     LEAST_ROUNDS,
     AutoChoice,
@@ -49,9 +50,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: object) -> AutoSetting:
     """A setting in which everything is open but `given`."""
     return AutoSetting(
-        given=dataclasses.replace(USUAL, **given),  # type: ignore[arg-type]
-        open=tuple(name for name in AUTO_SETTINGS if name not in given),
-        target=target,
+        given=EditConfig(auto=True, auto_share=target, **given),  # type: ignore[arg-type]
         unit_numels=units,
         payload=lambda numel, wire: math.ceil(BYTES[wire] * numel),
         depth=1,
@@ -305,21 +304,20 @@ def test_later_rounds_are_counted_from_their_first_step() -> None:
 
 
 def test_engine_settings_follow_choice() -> None:
-    """Chosen wire type, delay, fragments and first step; what is given stays; the rules stay, too,
-    as the settings may be chosen again."""
+    """Chosen wire type, delay, fragments and first step; what is given stays."""
     config = config_from_argv(
         ["--use-edit", "--edit-num-replicas", "2", "--edit-auto", "--edit-outer-lr", "0.5"]
     )
-    usual = engine_settings(config, "overlap", 1000, 5000)
-    assert usual.auto is not None and usual.wire == Wire.of(FP32)
-    assert usual.auto.open == tuple(name for name in AUTO_SETTINGS if name != "outer_lr")
-    assert usual.auto.given == SyncSettings(128, FP32, 1, 0, 0.5, 0.85)
+    usual = EngineSettings(config, True, 1000, 5000)
+    assert usual.used is config and usual.wire == Wire.of(FP32)
+    assert config.open_settings == tuple(name for name in AUTO_SETTINGS if name != "outer_lr")
     chosen_settings = SyncSettings(32, INT8, 4, 2, 0.5, 0.7)
     choice = AutoChoice(chosen_settings, 0.98, 0.1, 0.02, 1500, measured(100))
-    found = usual.auto.settings_for(choice)
+    found = dataclasses.replace(usual, choice=choice)
     assert found.schedule == LaterSchedule(1000, 32, 4, 1500)
     assert found.wire == Wire.of(INT8) and found.landing.delay == 2
-    assert found.auto is usual.auto and found.num_phases == usual.num_phases
+    assert found.used.outer_lr == 0.5 and found.used.outer_momentum == 0.7
+    assert found.num_phases == usual.num_phases
 
 
 # ---- The tables that `--edit-auto` chooses by: measured losses and outer settings

@@ -1,4 +1,4 @@
-"""Megatron's errors about the command line in one line, with flags, source and suggestions."""
+"""Megatron's errors about the command line in one line, with flags and source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.errors import UsageError
-from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron, is_one_letter_off
+from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -57,28 +57,9 @@ def test_unknown_flag_is_refused_in_one_line(
 
 
 def test_script_keeps_its_own_flags(parser: argparse.ArgumentParser) -> None:
-    """Would catch: a question about every unknown flag, or none about a misspelled flag."""
     line = watched(parser)
-    parser.parse_known_args(["--num-layer", "3", "--of-mine", "1", "--lrs", "2"])
-    assert line.unknown == ["--num-layer", "3", "--of-mine", "1", "--lrs", "2"]
-    assert line.suggestions() == [
-        "--num-layer: did you mean --num-layers?", "--lrs: did you mean --lr?"
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("word", "name", "is_near"),
-    [
-        ("--num-layer", "--num-layers", True),
-        ("--num-layerz", "--num-layers", True),
-        ("--lr", "--lr", True),
-        ("--num-heads", "--num-layers", False),
-        ("--lr-decay", "--lr", False),
-    ],
-)
-def test_one_letter_off_is_recognized(word: str, name: str, is_near: bool) -> None:
-    """One letter is missing, added or replaced."""
-    assert is_one_letter_off(word, name) == is_near
+    parser.parse_known_args(["--num-layer", "3", "--of-mine", "1"])
+    assert line.unknown == ["--num-layer", "3", "--of-mine", "1"]
 
 
 def test_bare_assertion_is_shown_with_its_source(

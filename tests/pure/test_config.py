@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import AUTO_SETTINGS, EditConfig, add_arguments, phase_warning
+from megatron_edit.config import EditConfig, add_arguments, phase_warning
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, endpoint_text, flag, parse_endpoint, preset_of
+from megatron_edit.method.auto import AUTO_SETTINGS
 from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.

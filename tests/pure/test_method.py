@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import BF16, FP32
-from megatron_edit.engine.plan import Penalty, decide, mean_round_loss
+from megatron_edit.engine.plan import decide, mean_round_loss
 from megatron_edit.engine.state import MeanLoss, StepLosses
 from megatron_edit.errors import UsageError
 from megatron_edit.method import norms as tested
-from megatron_edit.method.detector import DetectorConfig, DetectorState
+from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.norms import (
     fused_sum_of_squares,
@@ -33,13 +33,15 @@ from megatron_edit.method.norms import (
     sum_differs,
     sum_of_squares,
 )
+from megatron_edit.method.outer import outer_rule
 from megatron_edit.method.schedule import (
     LossSchedule,
     RoundStart,
     StagewiseSchedule,
     last_local,
 )
-from megatron_edit.method.strategy import STRATEGIES, RuleSettings
+from megatron_edit.method.settings import Settings
+from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.method.weights import blend_step_weights
 from tests.reference.outer_rules import PRESETS, landed, outer_step, settings_for
 
@@ -62,12 +64,9 @@ def fp32(array: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES_WITH_STEPS)
 def test_outer_steps_equal_the_reference(strategy: str, lr: float) -> None:
     """Three steps in a row; CO2 with a gap and a bound that both bind."""
-    config = EditConfig(use_edit=True, strategy=strategy)
-    more = {"co2_gap": 2.0, "co2_clip": 0.5} if strategy == "co2" else {}
+    more: dict[str, Any] = {"co2_gap": 2.0, "co2_clip": 0.5} if strategy == "co2" else {}
     settings = settings_for(strategy, tau=8, **more)
-    rule = STRATEGIES[strategy].make_rule(
-        RuleSettings(config.outer_lr, config.outer_momentum, gap=2.0, bound=0.5)
-    )
+    rule = outer_rule(EditConfig(strategy=strategy, **more))
     anchor, momentum = arrays(1)[0], np.zeros(SIZE)
     ours, ours_momentum = fp32(anchor), fp32(momentum)
     for average in arrays(3, seed=1):
@@ -161,9 +160,7 @@ class NormCounter(TorchDispatchMode):  # type: ignore[misc]
 
 
 STEPS = torch.tensor([[5, 5], [0, 0], [7, 7]])
-PENALTY = Penalty(
-    DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0, loss_check=None
-)
+PENALTY = Settings()
 
 
 def test_replica_without_steps_has_no_weight_or_verdict() -> None:
@@ -192,7 +189,7 @@ def test_step_weights_are_blended_over_the_accepted() -> None:
 def test_accepted_replica_of_weight_zero_keeps_its_step_share() -> None:
     """Would catch: weight 0 taken for a rejection."""
     norms = torch.tensor([[10.0], [900.0]], dtype=torch.float64)  # exp(-890 / T) is 0 at T = 1
-    penalty = replace(PENALTY, temperature=1.0, step_share=0.5)
+    penalty = replace(PENALTY, weight_temperature=1.0, step_weight=0.5)
     steps = torch.tensor([[7], [7]])
     decision, _ = decide(norms, DetectorState.fresh(2, 1), penalty, steps, [0])
     assert decision.weights.tolist() == [[0.75], [0.25]]

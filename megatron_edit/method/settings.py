@@ -1,13 +1,17 @@
-"""Names, defaults and help texts of the plugin's settings; `config` has their rules."""
+"""Names, defaults and help texts of all settings; `config` has the rules for them.
+
+Every other module uses the settings as they are here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_edit.constants import (
     ALL,
+    AUTO,
     AVERAGED_MOMENTS,
     BY_HOSTS,
     DEFAULT_STRATEGY,
@@ -26,7 +30,6 @@ from megatron_edit.constants import (
     WARMUP_DTYPES,
     WIRE_TYPES,
 )
-from megatron_edit.flags import AUTO
 from megatron_edit.method.strategy import STRATEGIES, USUAL_LR, USUAL_MOMENTUM
 
 # Intervals of numbers. Steps: also numbers that no training reaches; seconds: what timers take.
@@ -98,8 +101,15 @@ def _preset(usual: Any, doc: str, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SettingFields:
-    """The settings, with the metadata of their flags; see `config.EditConfig`."""
+class Settings:
+    """The settings, with the metadata of their flags; `config.EditConfig` are those of a run.
+
+    Attributes:
+        open_settings: what `--edit-auto` chooses: settings that were not given. No field of the
+            dataclass: `replace` gives all settings.
+    """
+
+    open_settings: ClassVar[tuple[str, ...]] = ()
 
     use_edit: bool = _setting(False, "train with EDiT replicas")
     num_replicas: int | None = _setting(
