@@ -1,14 +1,97 @@
-"""Progress of a replica at a checkpoint, as plain data of the manifest."""
+"""What a checkpoint holds beside tensors, and what a joining replica copies: one schema. No torch.
+
+A new field is declared here, and where it is in the engine's `RoundState` there under the same
+name. A field that older checkpoints lack has a default.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
 
-@dataclass(frozen=True)
-class PendingSync:
+from megatron_edit.method.ledger import BlockAssignment
+
+type Table = list[list[int | float]]  # [N][U]
+# Fields with another name in files.
+_NAMES = {"replicas_identical": "is_level"}
+
+
+def to_builtins(value: object) -> Any:
+    """Return a value of these classes as dicts, lists, numbers and strings.
+
+    Raises:
+        TypeError: it contains something else.
+    """
+    return msgspec.to_builtins(value, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    """Return a number or text of a subclass, as `torch.__version__` is, as one of its base."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} {value} cannot be saved")
+
+
+class Ledger(Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a `BlockAssignment` but the number of replicas, which the manifest has."""
+
+    target: int
+    frontier: int
+    holes: tuple[int, ...]
+    quotas: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, assignment: BlockAssignment | None) -> Ledger | None:
+        """Return the fields of an assignment, if there is one."""
+        if assignment is None:
+            return None
+        return cls(assignment.target, assignment.frontier, assignment.holes, assignment.quotas)
+
+
+class SavedRounds(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=_NAMES):
+    """The engine's `RoundState` as plain values; `engine.saved` converts one to the other.
+
+    Attributes:
+        round: syncs so far.
+        detectors: fields of `method.detector.DetectorState`, lists [N][U].
+        ledger: of a strategy with timed rounds (A-EDiT); else None.
+        loss_history: fields of `method.loss_check.LossHistory`, lists [N]; empty before version 4.
+        unit_steps: lists [N][U].
+        members: empty before version 5.
+        choice: fields of `method.auto.AutoChoice`; None where nothing was chosen.
+    """
+
+    round: int
+    detectors: Mapping[str, Table]
+    ledger: Ledger | None = None
+    loss_history: Mapping[str, list[int | float]] = {}
+    unit_steps: list[list[int]] = []
+    replicas_identical: bool = True
+    first_loss: float | None = None
+    members: tuple[str, ...] = ()
+    choice: Mapping[str, Any] | None = None
+    exposed: tuple[float, ...] = ()
+    leaves_prediction: bool = False
+
+    def assignment(self, num_replicas: int) -> BlockAssignment | None:
+        """Return the assignment of the saved round; None where rounds were not timed.
+
+        Args:
+            num_replicas: of that round.
+
+        Raises:
+            ValueError: its fields contradict each other.
+        """
+        ledger = self.ledger
+        return None if ledger is None else BlockAssignment(num_replicas, **asdict(ledger))
+
+
+class PendingSync(Struct, frozen=True, forbid_unknown_fields=True):
     """A sync that had begun but not landed on a replica. None of its messages was in flight.
 
     Attributes:
@@ -41,8 +124,7 @@ class PendingSync:
     moments: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReplicaEntry:
+class ReplicaEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Progress of one replica.
 
     Attributes:

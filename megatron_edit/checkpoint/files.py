@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from megatron_edit.errors import UsageError
 
 REMEDY = "load another checkpoint with --ckpt-step, or restore the file"
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """Size and checksum of a file of a checkpoint.
-
-    Attributes:
-        size: bytes.
-    """
+class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """Size in bytes and checksum of a file of a checkpoint."""
 
     size: int
     sha256: str

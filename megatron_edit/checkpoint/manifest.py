@@ -5,40 +5,32 @@ Numbers that affect training are written so that they are restored bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import ValidationError
 
 from megatron_edit.checkpoint.files import REMEDY, FileRecord
 from megatron_edit.checkpoint.folder import manifest_path
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
-from megatron_edit.saved_state import PendingSync, ReplicaEntry
+from megatron_edit.saved_state import ReplicaEntry, SavedRounds, to_builtins
 
 # 2: syncs that land late, wire types; 3: settings; 4: a final phase, exchanged moments,
 # loss history; 5: names of replicas, digest; 6: chosen settings, wire type of gradients.
 FORMAT, VERSION = "megatron_edit checkpoint", 6
-KEYS = {"replicas_identical": "is_level"}  # fields with another name in the file
+OLDEST = 2  # no release has written version 1
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """The saved fields of `method.ledger.BlockAssignment`."""
-
-    target: int
-    frontier: int
-    holes: tuple[int, ...]
-    quotas: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(SavedRounds, frozen=True):
     """Everything about a checkpoint that is not a tensor.
+
+    A field with a default may be missing in the file of an older version.
 
     Attributes:
         iteration: in complete global batches.
@@ -50,30 +42,20 @@ class Manifest:
         units: names, in forward order.
         is_warmup: whether gradients were averaged at every step: there is no outer state.
         is_final_phase: whether this was in the final synchronous phase, not in the warm-up.
-        first_loss: F_0 of `method.schedule.RoundStart`; None where it is not used.
         common_steps: Adam's steps before the first local one; None where beta2 is not scaled.
         replicas: one entry per replica.
-        detectors: fields of `method.detector.DetectorState`, lists [N][U].
         round_seconds: length of the last round; timeouts follow from it.
-        ledger: of a strategy with timed rounds (A-EDiT); else None.
         batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
         order_start: fields of `method.ledger.SampleOrder`, with `displaced`.
         has_anchor: whether the anchor is stored; at a sync it equals the parameters.
-        replicas_identical: whether all replicas held the anchor in all units when the round began.
-        unit_steps: lists [N][U], steps since a unit's own last sync, as of the last meeting.
         wire: type on the wire. Error-feedback residuals of a lossy one are kept for each replica
             in form `all`.
         gradient_wire: the same for averaged gradients; their residuals are kept for each replica
             while gradients are averaged.
         files: size and checksum by path, from the checkpoint's folder.
         settings: of the run that wrote it, by the names of `EditConfig`'s fields; only to report
-            which have changed. Empty where an older version wrote it.
-        loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older
-            version wrote it.
-        members: names of the replicas; empty where an older version wrote it.
+            which have changed; empty before version 3.
         digest: of anchor and momentum in an elastic run, as its hub recorded it; else empty.
-        choice: fields of `method.auto.AutoChoice`; None where nothing was chosen.
-        exposed, leaves_prediction: see `engine.plan.RoundState`.
     """
 
     iteration: int
@@ -85,31 +67,20 @@ class Manifest:
     model: Mapping[str, Any]
     units: tuple[str, ...]
     is_warmup: bool
-    round: int
     replicas: tuple[ReplicaEntry, ...]
-    detectors: Mapping[str, list[list[float]]]
     batch: int
     chunk: int
-    ledger: Ledger | None = None
+    displaced: tuple[tuple[int, int], ...]
+    files: Mapping[str, FileRecord]
     order_start: int = 0
-    displaced: tuple[tuple[int, int], ...] = ()
     has_anchor: bool = False
     round_seconds: float = 0.0
-    replicas_identical: bool = True
-    unit_steps: tuple[tuple[int, ...], ...] = ()
     wire: str = FP32
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
-    written_by: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, str] = {}
+    settings: Mapping[str, Any] = {}
     is_final_phase: bool = False
-    first_loss: float | None = None
     common_steps: int | None = None
-    loss_history: Mapping[str, list[float]] = field(default_factory=dict)
-    members: tuple[str, ...] = ()
     digest: str = ""
-    choice: Mapping[str, Any] | None = None
-    exposed: tuple[float, ...] = ()
-    leaves_prediction: bool = False
     gradient_wire: str = FP32
 
     @property
@@ -126,7 +97,8 @@ class Manifest:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by their names in the file."""
-        return {KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        fields: dict[str, Any] = to_builtins(self)
+        return fields
 
     def text(self) -> str:
         """Return the manifest as JSON, with its checksum."""
@@ -150,59 +122,37 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise UsageError(str(path), f"is not the manifest of a {FORMAT}", REMEDY)
     version = body.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or not OLDEST <= version <= VERSION:
         raise UsageError(
             str(path),
-            f"is of format version {version}, this program reads up to {VERSION}",
-            "install a newer megatron_edit",
+            f"is of format version {version}, this program reads {OLDEST} to {VERSION}",
+            "install a newer megatron_edit" if version not in range(OLDEST) else REMEDY,
         )
     if body.pop("sha256", None) != _checksum(body):
         raise UsageError(str(path), "is not what was saved (its checksum differs)", REMEDY)
     try:
         return _manifest({k: v for k, v in body.items() if k not in ("format", "version")})
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        ValidationError,
+    ) as error:
         raise UsageError(str(path), f"is broken: {_one_line(error)}", REMEDY) from error
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
-    ledger = body.get("ledger")
-    if ledger is not None:
-        quotas = ledger["quotas"]
-        ledger = Ledger(
-            **ledger
-            | {"holes": tuple(ledger["holes"]), "quotas": None if quotas is None else tuple(quotas)}
-        )
-    body = {k: v for k, v in body.items() if k not in ("pending", "residuals")}  # of version 1
-    if unknown := KEYS.keys() & body.keys():
-        raise ValueError(f"unknown fields: {', '.join(unknown)}")
-    body |= {name: body.pop(key) for name, key in KEYS.items() if key in body}
-    replicas = tuple(
-        ReplicaEntry(
-            **entry
-            | {
-                "losses": tuple(_numbers(entry["losses"])),
-                "pending": tuple(_pending(each) for each in entry.get("pending", ())),
-            }
-        )
-        for entry in body["replicas"]
-    )
-    manifest = Manifest(
-        **body
-        | {
-            "ledger": ledger,
-            "replicas": replicas,
-            "units": tuple(body["units"]),
-            "settings": dict(body.get("settings", {})),
-            "displaced": tuple((int(a), int(b)) for a, b in body["displaced"]),
-            "unit_steps": tuple(map(tuple, body.get("unit_steps", ()))),
-            "members": tuple(body.get("members", ())),
-            "exposed": tuple(_numbers(body.get("exposed", ()))),
-            "files": {name: FileRecord(**record) for name, record in body["files"].items()},
-        }
-    )
-    if manifest.form not in CHECKPOINT_FORMS or len(replicas) != manifest.num_replicas:
+    for entry in body["replicas"]:
+        entry["losses"] = _numbers(entry["losses"])
+        for sync in entry.get("pending", ()):
+            sync["tables"] = {name: _numbers(table) for name, table in sync["tables"].items()}
+    manifest = msgspec.convert(body, Manifest)
+    num_replicas = len(manifest.replicas)
+    if manifest.form not in CHECKPOINT_FORMS or num_replicas != manifest.num_replicas:
         raise ValueError(
-            f"form {manifest.form}, {len(replicas)} of {manifest.num_replicas} replicas"
+            f"form {manifest.form}, {num_replicas} of {manifest.num_replicas} replicas"
         )
     return manifest
 
@@ -228,13 +178,6 @@ def _numbers(values: list[Any]) -> list[Any]:
         _numbers(value) if isinstance(value, list) else math.nan if value is None else float(value)
         for value in values
     ]
-
-
-def _pending(entry: dict[str, Any]) -> PendingSync:
-    lists = {name: tuple(entry[name]) for name in ("units", "excluded", "inner_steps", "samples")}
-    tables = {name: _numbers(table) for name, table in entry["tables"].items()}
-    moments = {"moments": tuple(entry.get("moments", ()))}
-    return PendingSync(**entry | lists | moments | {"tables": tables})
 
 
 def _one_line(error: Exception) -> str:

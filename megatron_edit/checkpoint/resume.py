@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_edit.checkpoint.manifest import Ledger, Manifest
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.method.ledger import (
     BlockAssignment,
     SampleOrder,
@@ -73,24 +73,6 @@ class ResumePlan:
         return any(entry.is_waiting for entry in self.entries)
 
 
-def ledger_of(assignment: BlockAssignment) -> Ledger:
-    """Return the fields of an assignment that the manifest stores."""
-    return Ledger(assignment.target, assignment.frontier, assignment.holes, assignment.quotas)
-
-
-def assignment_of(manifest: Manifest) -> BlockAssignment | None:
-    """Return the assignment of the saved round; None where rounds were not timed.
-
-    Raises:
-        ValueError: its fields contradict each other.
-    """
-    if (ledger := manifest.ledger) is None:
-        return None
-    return BlockAssignment(
-        manifest.num_replicas, ledger.target, ledger.frontier, ledger.holes, ledger.quotas
-    )
-
-
 def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
     """Plan how a run resumes from a checkpoint.
 
@@ -130,7 +112,7 @@ def _continued_assignment(
     manifest: Manifest, run: ResumingRun, order: SampleOrder
 ) -> BlockAssignment | None:
     """Return the saved assignment if it can continue; a final one cannot with another target."""
-    if (assignment := assignment_of(manifest)) is None:
+    if (assignment := manifest.assignment(manifest.num_replicas)) is None:
         return None
     target = (run.target - order.start) // run.block
     if target != assignment.target:
@@ -148,7 +130,7 @@ def _plan_next_round(
     """Complete the saved round first; then N replicas, perhaps others, begin the next."""
     counts = [entry.inner_steps for entry in manifest.replicas]
     block = manifest.batch // manifest.num_replicas
-    assignment = assignment_of(manifest)
+    assignment = manifest.assignment(manifest.num_replicas)
     if assignment is not None:
         order = after_assignment(order, assignment, counts, block)
     else:

@@ -2,19 +2,22 @@
 
 A donor serves anchor and momentum of its shards while it trains: they are constant between two
 commits. The moments of its inner optimizer are copied between two of its steps, when a copy has
-begun. What is no tensor, and equal on all replicas, goes along as JSON.
+begun. What is no tensor, and equal on all replicas, is copied as JSON.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from megatron_edit.constants import FP32_BYTES
@@ -22,45 +25,74 @@ from megatron_edit.elastic.copies import CopyHeader
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.plan import RoundState
 from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.detector import DetectorState
-from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.loss_check import LossHistory
 from megatron_edit.method.moments import ALL_MOMENTS
+from megatron_edit.saved_state import Ledger, SavedRounds, to_builtins
 
 COUNTERS = "counters"
 SNAPSHOT_SECONDS = 20.0  # longest wait of a copy for the end of a step
 
 
-def rounds_to_json(rounds: RoundState) -> dict[str, Any]:
-    """The state of the rounds as JSON values; `rounds_from_json` restores it exactly."""
-    assert rounds.assignment is not None, "an elastic run without assigned blocks"
-    return {
-        "count": rounds.count,
-        "detectors": rounds.detectors.to_lists(),
-        "unit_steps": rounds.unit_steps.tolist(),
-        "loss_history": rounds.loss_history.to_lists(),
-        "assignment": dataclasses.asdict(rounds.assignment),
-        "members": rounds.members,
-        "assigned_to": rounds.assigned_to,
-    }
+# Fields of `SavedRounds` that `RoundState` has under the same name.
+_SAME_IN_BOTH = sorted({*SavedRounds.__struct_fields__} - {"round", "choice", "ledger"})
 
 
-def rounds_from_json(has: Mapping[str, Any]) -> RoundState:
-    """Inverse of `rounds_to_json`."""
-    assignment = has["assignment"]
-    lists = {
-        name: None if assignment[name] is None else tuple(assignment[name])
-        for name in ("holes", "quotas")
+def saved_rounds(rounds: RoundState) -> SavedRounds:
+    """The state of the rounds as plain values, exactly; `round_state` restores it."""
+    fields = {name: getattr(rounds, name) for name in _SAME_IN_BOTH}
+    tables = {
+        name: msgspec.to_builtins(fields[name], enc_hook=Tensor.tolist)
+        for name in ("detectors", "unit_steps", "loss_history")
     }
-    return RoundState(
-        count=has["count"],
-        detectors=DetectorState.from_lists(has["detectors"]),
-        unit_steps=torch.tensor(has["unit_steps"], dtype=torch.int64),
-        loss_history=LossHistory.from_lists(has["loss_history"], len(has["members"])),
-        assignment=BlockAssignment(**assignment | lists),
-        members=tuple(has["members"]),
-        assigned_to=tuple(has["assigned_to"]),
-    )
+    choice = None if rounds.choice is None else rounds.choice.as_json()
+    ledger = Ledger.of(rounds.assignment)
+    return SavedRounds(round=rounds.count, choice=choice, ledger=ledger, **fields | tables)
+
+
+def round_state(saved: SavedRounds, num_replicas: int) -> RoundState:
+    """Inverse of `saved_rounds`.
+
+    Args:
+        num_replicas: that the blocks are assigned to.
+
+    Raises:
+        ValueError, TypeError, KeyError, msgspec.ValidationError: a value is damaged.
+    """
+    convert = partial(msgspec.convert, dec_hook=_as_tensor)
+    steps: Tensor = convert(saved.unit_steps, Tensor)
+    detectors: DetectorState = convert(saved.detectors, DetectorState)
+    history = LossHistory.fresh(len(steps))
+    if saved.loss_history:
+        history = convert(saved.loss_history, LossHistory)
+    if len({len(t) for t in (steps, *vars(detectors).values(), *vars(history).values())}) > 1:
+        raise ValueError("tables of different numbers of replicas")
+    tables = {"unit_steps": steps, "detectors": detectors, "loss_history": history}
+    fields = {name: getattr(saved, name) for name in _SAME_IN_BOTH}
+    choice = None if saved.choice is None else AutoChoice.from_json(saved.choice)
+    assignment = saved.assignment(num_replicas)
+    return RoundState(count=saved.round, choice=choice, assignment=assignment, **fields | tables)
+
+
+def _as_tensor(_: type, values: object) -> Tensor:
+    """Return a tensor of lists: int64 of integers, float64 of floats."""
+    return torch.from_numpy(np.array(values))
+
+
+class CopiedState(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a copy has beside tensors.
+
+    Attributes:
+        assigned_to: see `RoundState`.
+        common: `Host.common_state`.
+        counters: names of the counters of the inner optimizer, in their order.
+    """
+
+    rounds: SavedRounds
+    assigned_to: tuple[str, ...]
+    common: Mapping[str, Any]
+    counters: tuple[str, ...]
 
 
 @dataclass
@@ -141,10 +173,8 @@ class SharedState:
         tensors = tensors_of(outer)
         sizes = (*((name, tensor.nbytes) for name, tensor in tensors.items()),
                  *moment_sizes.items())  # fmt: skip
-        about = json.dumps(
-            {"rounds": rounds_to_json(rounds), "common": common, "counters": list(counters)}
-        )
-        header = CopyHeader(rounds.count, digest, about, sizes)
+        about = CopiedState(saved_rounds(rounds), rounds.assigned_to, common, tuple(counters))
+        header = CopyHeader(rounds.count, digest, json.dumps(to_builtins(about)), sizes)
         with self._changed:
             self._header, self._tensors = header, tensors
             self._moments, self._is_copied = {}, False

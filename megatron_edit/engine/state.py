@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Reporter
+from megatron_edit.engine.host import EngineGroups, Progress, Reporter
 from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, RoundState
 from megatron_edit.engine.saved import EngineState
-from megatron_edit.method.auto import AutoChoice
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
@@ -262,13 +262,14 @@ class MeanLoss:
 
 def _timeout(settings: EngineSettings, groups: EngineGroups) -> AdaptiveTimeout:
     """The time-outs between replicas. Replicas together make the least steps of a timed round."""
-    timed, meetings = settings.timed, settings.schedule.fragments
-    found = AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout, meetings)
-    if timed is not None and timed.steps is not None:
-        found.timed_steps = timed.steps
-    elif timed is not None:
-        found.timed_seconds = meetings * timed.length
-        found.timed_steps = meetings * timed.min_steps / groups.sync.size
+    used, meetings = settings.used, settings.used.fragments
+    is_fixed = used.timeout_seconds is not None
+    found = AdaptiveTimeout((groups.sync, groups.meeting), is_fixed, meetings)
+    if settings.is_timed:
+        found.timed_seconds = meetings * settings.round_seconds
+        found.timed_steps = meetings * settings.min_round_steps / groups.sync.size
+    elif settings.assigns_blocks:
+        found.timed_steps = used.sync_interval
     return found
 
 
@@ -332,16 +333,16 @@ class RunState:
             num_units: U.
             membership: of a run with a hub; else None.
         """
-        replicas, timed = groups.sync.size, settings.timed
-        has_step_losses = timed is None and settings.schedule.has_fixed_rounds
-        assignment = None if timed is None else BlockAssignment(replicas, timed.target)
+        replicas, assigns_blocks = groups.sync.size, settings.assigns_blocks
+        has_step_losses = not assigns_blocks and settings.schedule.has_fixed_rounds
+        assignment = BlockAssignment(replicas, settings.target_blocks) if assigns_blocks else None
         members = () if membership is None else membership.members
         return cls(
             rounds=RoundState.fresh(replicas, num_units, assignment, members),
-            losses=StepLosses(settings.schedule.interval) if has_step_losses else MeanLoss(),
+            losses=StepLosses(settings.used.sync_interval) if has_step_losses else MeanLoss(),
             clock=clock,
             timeout=_timeout(settings, groups),
-            timer=None if timed is None else TimeTrigger(timed.length, clock),
+            timer=TimeTrigger(settings.round_seconds, clock) if assigns_blocks else None,
             name=str(groups.sync.rank) if membership is None else membership.name,
         )
 
@@ -375,18 +376,17 @@ class RunState:
         self.records = ()  # those of evaluations in warm-up belong to no round
         self.rounds = replace(self.rounds, length=round_length)
 
-    def use(self, settings: EngineSettings, choice: AutoChoice) -> None:
+    def use(self, settings: EngineSettings) -> None:
         """Use chosen settings from the next round on.
 
         Args:
             settings: of the engine, with the choice.
-            choice: see `RoundState`.
         """
-        length = settings.schedule.interval
+        length = settings.used.sync_interval
         self.rounds = replace(
-            self.rounds, choice=choice, length=length, exposed=(), leaves_prediction=False
+            self.rounds, choice=settings.choice, length=length, exposed=(), leaves_prediction=False
         )
-        self.timeout.meetings = settings.schedule.fragments
+        self.timeout.meetings = settings.used.fragments
         if isinstance(self.losses, StepLosses):
             self.losses.steps = length
 

@@ -202,6 +202,26 @@ def drift_after_sync() -> None:
     UnitSync.land = spied  # type: ignore[method-assign]
 
 
+def anchor_drift() -> None:
+    """Change one element of the anchor of layer.2 of replica 1 by one ulp in round 2."""
+    from megatron_edit.engine.sync.unit_sync import UnitSync
+
+    step, num_steps = UnitSync.step, 0
+    is_victim = _replica() == 1
+
+    def spied(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_steps
+        is_due = self.result is None and self.shard.name == "layer.2"
+        result = step(self, *args, **kwargs)
+        num_steps += is_due
+        if is_victim and is_due and num_steps == 2 and self.shard.numel:
+            anchor = self.resident_state.anchor
+            anchor[0] = torch.nextafter(anchor[0], torch.tensor(torch.inf))
+        return result
+
+    UnitSync.step = spied  # type: ignore[method-assign]
+
+
 class _CountingGroup:
     """A process group that reports the bytes passed to every method call."""
 

@@ -1,9 +1,8 @@
-"""Hooks that make the logs fail while ranks train: full disk, removed folder, failing writers."""
+"""Hooks that make the logs fail while ranks train: full disk, failing writers."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,16 +48,6 @@ def fill_permanently() -> None:
     def happens(step: int) -> None:
         if step == 3:
             fill_disk(disk)
-
-    _before_step(happens)
-
-
-def remove_folder() -> None:
-    """A `before` hook: remove the folder SPY_DISK before step 5."""
-
-    def happens(step: int) -> None:
-        if step == 5:
-            shutil.rmtree(os.environ["SPY_DISK"])
 
     _before_step(happens)
 

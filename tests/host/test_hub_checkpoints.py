@@ -20,7 +20,7 @@ from tests.harness.torch_groups import HAS_GROUPS
 from tests.host.layouts import LAYOUTS
 from tests.host.runs import EditRun, run_edit, run_stock
 from tests.host.test_elastic import consumed
-from tests.host.test_hub_runs import WARMUP, digests_of, finish
+from tests.host.test_hub_runs import WARMUP, digests_of
 
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 BATCH, LAST = 12, 40
@@ -148,14 +148,15 @@ def test_killed_replica_returns_with_a_checkpoint(tmp_path: Path, age: str, layo
     Then a third replica without a checkpoint joins."""
     ranks, more = LAYOUTS[layout]
     saves, first = tmp_path / "saves", WARMUP + 4
-    flags = {"train_iters": 5000, "global_batch_size": 8, "save_interval": 1, **more}
+    interval = 1 if age == EQUAL else first
+    flags = {"train_iters": 5000, "global_batch_size": 8, "save_interval": interval, **more}
     with elastic_run(
         tmp_path / "run", 2, ranks=ranks, minimum=2, flags=flags,
         before="tests.host.spy_state:record_moments",
     ) as run:  # fmt: skip
         start_both(run, save=saves)
         if age == NEWER:
-            run.wait_for(lambda: saved_iteration(saves) >= 40)
+            run.wait_for(lambda: saved_iteration(saves) >= 5 * first)
             kill_both(run)
             start_both(run, load=saves, ckpt_step=first)
             run.wait_for(lambda: len(run.events("open")) == 2)
@@ -168,7 +169,7 @@ def test_killed_replica_returns_with_a_checkpoint(tmp_path: Path, age: str, layo
         check_return(run, "b", "ab", load=saves, ckpt_step=loaded)
         check_return(run, "c", "abc")
         run.ask_hub("stop")
-        finish(run, "abc")
+        run.finish("abc")
         assert f"at iteration {loaded}" in run.starts["b"][-1].log.read_text()
         assert digests_of(run, "a") == digests_of(run, "b") == digests_of(run, "c")
 
@@ -194,5 +195,5 @@ def test_all_replicas_are_lost_and_return(tmp_path: Path, layout: str) -> None:
         run.wait_for(lambda: run.events("commit")[-1]["members"] == ["a"])
         check_return(run, "b", "ab")
         run.ask_hub("stop")
-        finish(run, "ab")
+        run.finish("ab")
         assert digests_of(run, "a") == digests_of(run, "b")

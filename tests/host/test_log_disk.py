@@ -68,25 +68,6 @@ def test_full_log_disk_does_not_stop_training(small_disk: Path, tmp_path: Path, 
             assert seen == lines_of(same.folder, name)[: len(seen)]
 
 
-def test_removed_log_folder_is_created_again(tmp_path: Path) -> None:
-    """A log folder that was removed during training is created again."""
-    log = tmp_path / "log"
-    run = run_edit(
-        log,
-        2,
-        2,
-        before="tests.host.spy_log_disk:remove_folder",
-        env={"SPY_DISK": str(log)},
-        **FLAGS,
-    )
-    same = undisturbed()
-    assert losses_of(run) == losses_of(same)
-    assert json.loads((log / "run.json").read_text())["config"]["num_replicas"] == 2
-    for name in ("sync.jsonl", "loss.jsonl", "replica-0.jsonl", "replica-1.jsonl"):
-        seen = lines_of(log, name)
-        assert seen and seen == lines_of(same.folder, name)[-len(seen) :]
-
-
 def test_failing_metric_writers_do_not_stop_training(tmp_path: Path) -> None:
     """Also when Megatron itself calls them: in its log, at evaluations and at the end. There is one
     warning for each writer, and a count of the lost values."""

@@ -7,21 +7,23 @@ import json
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import fields, replace
 
 from megatron_edit.checkpoint import files as on_disk
 from megatron_edit.checkpoint.files import FileRecord
 from megatron_edit.checkpoint.folder import manifest_path
-from megatron_edit.checkpoint.manifest import VERSION, Ledger, Manifest, read_manifest
+from megatron_edit.checkpoint.manifest import OLDEST, VERSION, Manifest, read_manifest
 from megatron_edit.errors import UsageError
-from megatron_edit.saved_state import PendingSync, ReplicaEntry
+from megatron_edit.saved_state import Ledger, PendingSync, ReplicaEntry
 
 repeatable = settings(
     deadline=None,
@@ -32,7 +34,7 @@ repeatable = settings(
 WHOLE = st.integers(0, 2**63 - 1)
 REAL = st.floats(allow_nan=False, allow_infinity=False)
 RANGES = st.lists(st.tuples(WHOLE, WHOLE), max_size=3).map(tuple)
-LATER = {field.name: ... for field in fields(ReplicaEntry) if field.default is not MISSING}
+LATER = {field.name: ... for field in fields(ReplicaEntry) if field.default is not NODEFAULT}
 ANY_REAL = st.floats(allow_nan=True)
 TABLE = st.lists(st.lists(ANY_REAL, max_size=2), max_size=2)
 PENDING = st.builds(
@@ -84,7 +86,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         displaced=draw(RANGES),
         has_anchor=draw(st.booleans()),
         replicas_identical=draw(st.booleans()),
-        unit_steps=tuple(draw(st.lists(st.lists(WHOLE, max_size=2).map(tuple), max_size=2))),
+        unit_steps=draw(st.lists(st.lists(WHOLE, max_size=2), max_size=2)),
         wire=draw(st.text(max_size=4)),
         files={"a/b": FileRecord(draw(WHOLE), "00ff")},
         written_by={"megatron_edit": draw(st.text(max_size=5))},
@@ -128,7 +130,7 @@ def bits(value: Any) -> Any:
     """Return a value that is equal only if every bit is; all NaNs are equal."""
     if isinstance(value, float):
         return "nan" if math.isnan(value) else struct.pack("d", value)
-    if is_dataclass(value):
+    if isinstance(value, Struct):
         return [(field.name, bits(getattr(value, field.name))) for field in fields(value)]
     if isinstance(value, dict):
         return [(key, bits(item)) for key, item in value.items()]
@@ -177,6 +179,17 @@ def test_nonfinite_losses_are_stored_as_valid_json(tmp_path: Path) -> None:
     json.loads(manifest.text(), parse_constant=pytest.fail)
 
 
+def test_text_and_numbers_of_subclasses_are_stored(tmp_path: Path) -> None:
+    """As the version of torch and the numbers of NumPy are: would catch saves that fail."""
+
+    class Text(str):
+        """As `torch.__version__`."""
+
+    manifest = replace(SMALL, written_by={"torch": Text("2")}, round_seconds=np.float64(0.1))
+    read = reading(tmp_path, manifest.text())
+    assert (read.written_by, read.round_seconds) == ({"torch": "2"}, 0.1)
+
+
 def test_flipped_bit_is_refused_or_harmless(tmp_path: Path) -> None:
     """Would catch a part that the checksum does not cover."""
     whole = SMALL.text().encode()
@@ -223,7 +236,7 @@ def test_missing_manifest_is_refused(tmp_path: Path) -> None:
         manifest_path(tmp_path).mkdir(parents=True, exist_ok=True)
 
 
-@pytest.mark.parametrize("version", [VERSION + 1, 99, None, "1", 1.5, [], -1, 0])
+@pytest.mark.parametrize("version", [VERSION + 1, 99, None, "1", 1.5, [], -1, OLDEST - 1])
 def test_other_manifest_versions_are_refused(tmp_path: Path, version: Any) -> None:
     """For a newer version the error names the remedy, even if the checksum differs."""
     body = json.loads(SMALL.text()) | {"version": version, "sha256": "of a newer program"}

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_edit.checkpoint import resume
-from megatron_edit.checkpoint.manifest import Ledger, Manifest
-from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, assignment_of, ledger_of
-from megatron_edit.method.detector import DetectorState
+from megatron_edit.checkpoint.manifest import Manifest
+from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun
 from megatron_edit.method.ledger import IN_ORDER, BlockAssignment, SampleOrder
-from megatron_edit.saved_state import ReplicaEntry
+from megatron_edit.saved_state import Ledger, ReplicaEntry
 
 BATCH, TARGET = 24, 24 * 12  # samples of a step of all replicas, and of the training
 repeatable = settings(deadline=None, derandomize=True, max_examples=150)
@@ -41,10 +40,11 @@ def saved(
         ReplicaEntry(s, n, s * block, s * BATCH, (0.5,), s, 1.5, 1.25, True)
         for n, s in ((count, before + count) for count in steps)
     )
-    strategy, ledger = ("edit", None) if assignment is None else ("a-edit", ledger_of(assignment))
+    strategy = "edit" if assignment is None else "a-edit"
     manifest = Manifest(
-        before, "all", strategy, num, 1, {}, {}, ("u",), False, 3, entries, {}, BATCH, 1, ledger
-    )
+        before, "all", strategy, num, 1, {}, {}, ("u",), False, entries, BATCH, 1, (), {},
+        round=3, detectors={}, ledger=Ledger.of(assignment),
+    )  # fmt: skip
     return replace(manifest, **changes)
 
 
@@ -62,7 +62,7 @@ SAME = [
 def test_resume_with_same_replicas_continues_the_round(manifest: Manifest) -> None:
     """With or without clocks. Would catch: a resume that differs from an uninterrupted run."""
     plan = plan_resume(manifest, run_of(2, timed=manifest.ledger is not None))
-    assignment = None if manifest.ledger is None else assignment_of(manifest)
+    assignment = manifest.assignment(2)
     assert plan == ResumePlan(True, manifest.replicas, IN_ORDER, manifest.samples, assignment, None)
 
 
@@ -200,7 +200,9 @@ class Job:
             rest = {plan.order.sample(number) for number in range(plan.consumed, TARGET)}
             assert rest == set(range(TARGET)) - self.consumed
         if run.is_timed and plan.assignment is None:  # after the warm-up
-            return replace(plan, assignment=BlockAssignment(run.num_replicas, TARGET // run.block))
+            return dataclasses.replace(
+                plan, assignment=BlockAssignment(run.num_replicas, TARGET // run.block)
+            )
         return plan
 
     def train(self, run: ResumingRun, rounds: Sequence[Sequence[int]]) -> None:
@@ -272,44 +274,11 @@ def test_every_sample_is_consumed_once_over_a_chain_of_resumes(chain: list[Any])
     job.resume(run_of(8))
 
 
-REALS, COUNTS = [[0.1, 1e300], [5e-324, 0.0], [1 / 3, 3.0]], [[3, 2**53 + 1], [0, 0], [1, 2]]
-TABLES: dict[str, Any] = {"mean": REALS, "variance": REALS[::-1]} | {
-    name: COUNTS[index:] + COUNTS[:index]
-    for index, name in enumerate(("updates", "accepted", "rejected"))
-}
-
-
-def test_detector_state_round_trip() -> None:
-    """Bit for bit. Would catch: float32, and counts converted to a float."""
-    state = DetectorState.from_lists(TABLES)
-    assert state.to_lists() == TABLES
-    assert {t.dtype for t in (state.mean, state.variance)} == {torch.float64}
-    assert {t.dtype for t in (state.updates, state.accepted, state.rejected)} == {torch.int64}
-
-
-@pytest.mark.parametrize("num", [1, 2, 3, 5])
-def test_detector_state_with_another_number_of_replicas(num: int) -> None:
-    """Remaining replicas keep their statistics, new ones start; the saved state is unchanged."""
-    state = DetectorState.from_lists(TABLES)
-    lists = state.for_replicas(num).to_lists()
-    for name, table in TABLES.items():
-        assert lists[name] == [*table[:num], *[[0, 0]] * (num - 3)]
-    state.for_replicas(num).mean.fill_(9.0)
-    assert state.to_lists() == TABLES
-
-
-@pytest.mark.parametrize("mean", [[[1.0], [1.0, 2.0]], [["x"]], [[None, 1.0]], None])
-def test_damaged_detector_state_raises_documented_errors(mean: Any) -> None:
-    """Tables that are ragged, not numeric, or missing."""
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        DetectorState.from_lists({k: v for k, v in (TABLES | {"mean": mean}).items() if v})
-
-
 def test_ledger_round_trip() -> None:
     """The ledger of a final round has quotas, which a checkpoint must keep."""
     for assignment in (WITH_HOLES, FINAL, BlockAssignment(2, 0)):
-        assert assignment_of(saved([0, 0], assignment=assignment)) == assignment
-    assert FINAL.is_final and assignment_of(saved([0, 0])) is None
+        assert saved([0, 0], assignment=assignment).assignment(2) == assignment
+    assert FINAL.is_final and saved([0, 0]).assignment(2) is None
 
 
 def test_saves_are_suppressed_until_the_furthest_replica_step() -> None:

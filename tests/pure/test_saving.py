@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import threading
 from argparse import Namespace
@@ -17,21 +16,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.files import record_of
+from megatron_edit.checkpoint.files import FileRecord, record_of
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import ALL, LEADER
-from megatron_edit.errors import ReplicaLostError
+from megatron_edit.errors import EditError, ReplicaLostError
 from megatron_edit.host.checkpoint import choosing
 from megatron_edit.host.checkpoint import replica_local as streams
 from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED
 from megatron_edit.host.checkpoint.committing import (
     Committer,
     NotPermittedError,
+    RankReport,
     RankSave,
-    WriteError,
     _finish,
     _is_kept,
     _key,
@@ -59,8 +58,9 @@ def single_world() -> ReplicaWorld:
 def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more: Any) -> RankSave:
     """Return the part of a save that belongs to rank 0 of replica 0."""
     manifest = Manifest(
-        iteration, ALL, "edit", REPLICAS, RANKS, {}, {}, ("final",), False, 1, (), {}, 8, 4, **more
-    )
+        iteration, ALL, "edit", REPLICAS, RANKS, {}, {}, ("final",), False, (), 8, 4, (), {},
+        round=1, detectors={}, **more,
+    )  # fmt: skip
     place = CheckpointFolder(folder)
     return RankSave(
         name="8/1", folder=place, job="job", manifest=manifest, entry=entry(0),
@@ -81,8 +81,8 @@ def test_manifest_collects_entries_and_files_of_all_ranks(tmp_path: Path) -> Non
     for replica in range(REPLICAS):
         for rank in range(RANKS):
             mine = entry(10 + replica, *([0.5 + replica] if rank == RANKS - 1 else []))
-            files = {f"{replica}_{rank}": {"size": 1, "sha256": "0"}}
-            text = json.dumps({"errors": [], "entry": dataclasses.asdict(mine), "files": files})
+            files = {f"{replica}_{rank}": FileRecord(1, "0")}
+            text = RankReport([], files, mine).text()
             here.shared_store.set(_key("8/1", replica, rank), text)
     manifest = Committer(here)._gather(part(tmp_path), here.shared_store)
     assert list(manifest.files) == ["0_0", "0_1", "1_0", "1_1"]
@@ -91,31 +91,26 @@ def test_manifest_collects_entries_and_files_of_all_ranks(tmp_path: Path) -> Non
     assert [each.last_loss_step for each in manifest.replicas] == [10, 11]
 
 
-def store_report(
-    here: ReplicaWorld, replica: int, rank: int, *errors: str, num_bytes: int = 0
-) -> None:
+def store_report(here: ReplicaWorld, replica: int, rank: int, *errors: str) -> None:
     """Store the report of a rank about its part of the save."""
-    text = json.dumps({"errors": errors, "bytes": num_bytes, "entry": {}, "files": {}})
-    here.shared_store.set(_key("8/1", replica, rank), text)
+    here.shared_store.set(_key("8/1", replica, rank), RankReport([*errors]).text())
 
 
 def test_save_with_write_error_fails_after_all_ranks_report(tmp_path: Path) -> None:
     """Catches a checkpoint completed although a part failed, and a failure before all ranks have
     reported: they may still be writing to the folder that is removed."""
     here = world()
-    store_report(here, 0, 0, ANOTHER_RANK_FAILED, num_bytes=1)
-    store_report(here, 0, 1, "disk full", num_bytes=2)
-    store_report(here, 1, 0, num_bytes=4)
+    store_report(here, 0, 0, ANOTHER_RANK_FAILED)
+    store_report(here, 0, 1, "disk full")
+    store_report(here, 1, 0)
     with pytest.raises(ReplicaLostError, match="rank 1 of replica 1"):
         committer = Committer(here)
         committer._until = 0
         committer._gather(part(tmp_path), here.shared_store)
     for replica, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        store_report(here, replica, rank, *(["disk full"] if (replica, rank) == (0, 1) else []),
-             num_bytes=2)  # fmt: skip
-    with pytest.raises(WriteError, match=r"^replica 0, rank 1: disk full$") as failure:
+        store_report(here, replica, rank, *(["disk full"] if (replica, rank) == (0, 1) else []))
+    with pytest.raises(EditError, match=r"^replica 0, rank 1: disk full$"):
         Committer(here)._gather(part(tmp_path), here.shared_store)
-    assert failure.value.num_bytes == 8
 
 
 def run_failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> None:
@@ -124,7 +119,7 @@ def run_failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> N
     partial.mkdir(parents=True)
     (partial / "file").write_text("a file")
     for replica, rank in ((0, 1), (1, 0), (1, 1)):
-        store_report(here, replica, rank, *(["disk full"] if replica else []), num_bytes=500_000)
+        store_report(here, replica, rank, *(["disk full"] if replica else []))
     committer.start(part(folder))
     assert committer._last is not None
     committer._last.join()
@@ -134,16 +129,14 @@ def run_failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> N
 def test_two_failed_saves_in_a_row_end_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the first, free and needed space are reported, its files are removed, and training
+    """After the first, the free space is reported, its files are removed, and training
     goes on; the second ends training."""
     here = world()
     committer = Committer(here)
     run_failed_save(committer, tmp_path, here)
     message = capsys.readouterr().err
     assert "iteration 8 could not be written (replica 1, rank 0: disk full)" in message
-    assert "MB free, a checkpoint needs 1.5 MB" in message and message.endswith(
-        "training goes on\n"
-    )
+    assert "MB free; there is" in message and message.endswith("training goes on\n")
     assert f"{tmp_path} has " in message and "there is no complete one yet" in message
     assert not committer.should_end_training
     run_failed_save(committer, tmp_path, here)
@@ -269,7 +262,8 @@ class Saves:
         clock = anything(pause=lambda: None, resume=lambda: None)
         records = [anything(step=12, inner_steps=2), anything(step=10, inner_steps=0)]
         self.engine = anything(
-            land_all=lambda: None, clock=clock, settings=anything(timed=None), elastic=None,
+            land_all=lambda: None, clock=clock, elastic=None,
+            settings=anything(assigns_blocks=False),
             status=anything(**{
                 "step": 15, "suppresses_joint_actions": False, "is_warmup": False,
                 "is_mid_round": True, "has_replica_stopped": False, "records": records,
@@ -356,8 +350,9 @@ def test_every_file_is_checked_by_exactly_one_rank(
     files = {f"file{n}": record_of(tmp_path / f"file{n}") for n in range(7)}
     entry = ReplicaEntry(1, 0, 1, 1)
     manifest = Manifest(
-        1, ALL, "edit", 2, 2, {}, {}, ("u",), False, 1, (entry,) * 2, {}, 8, 4, files=files
-    )
+        1, ALL, "edit", 2, 2, {}, {}, ("u",), False, (entry,) * 2, 8, 4, (), files,
+        round=1, detectors={},
+    )  # fmt: skip
     manifest_path(tmp_path).parent.mkdir()
     manifest_path(tmp_path).write_text(manifest.text())
     read: list[str] = []

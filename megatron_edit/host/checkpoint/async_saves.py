@@ -43,16 +43,14 @@ _RAISED: list[str] = []
 
 @dataclass
 class SaveRecord:
-    """Errors and size of one save on this rank.
+    """Errors of one save on this rank.
 
     Attributes:
         errors: one line each.
-        num_bytes: to be written by this rank, as far as Megatron's writer reports it.
         num_results: of writers of this rank, not fetched yet.
     """
 
     errors: list[str] = field(default_factory=list)
-    num_bytes: int = 0
     num_results: int = 0
 
 
@@ -142,7 +140,6 @@ class WriteErrors:
         def prepared(writer: CheckpointFileWriter) -> WriteFunctions:
             write, preload, arguments = prepare(writer)
             if self._record is not None:
-                self._record.num_bytes += _size_of(writer)
                 self._record.num_results += write is not None
             return None if write is None else partial(_write, write), preload, arguments
 
@@ -165,15 +162,6 @@ def _texts(error: CheckpointException) -> list[str]:
         f"rank {rank}: {str(cause).removeprefix(_WORKER)}"
         for rank, (cause, _) in sorted(error.failures.items())
     ] or [ANOTHER_RANK_FAILED]
-
-
-def _size_of(writer: CheckpointFileWriter) -> int:
-    """Return the number of bytes that a writer was given."""
-    return sum(
-        sum(data.getbuffer().nbytes for _, data in streams)
-        + sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        for _, _, (streams, tensors) in writer.write_buckets or ()
-    )
 
 
 @dataclass(frozen=True)

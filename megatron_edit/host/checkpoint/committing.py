@@ -7,21 +7,21 @@ checkpoint.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch.distributed as dist
+from msgspec import Struct, structs
 
 from megatron_edit.checkpoint.files import FileRecord, check_sizes, files_under, record_of
 from megatron_edit.checkpoint.folder import (
@@ -43,7 +43,7 @@ from megatron_edit.errors import EditError, FencedError, ReplicaLostError, Usage
 from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED, SaveRecord, error_text
 from megatron_edit.method.ledger import share_of
 from megatron_edit.observe.console import say, warn
-from megatron_edit.saved_state import ReplicaEntry
+from megatron_edit.saved_state import ReplicaEntry, to_builtins
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's file names begin with the rank that wrote them
 POLL_SECONDS = 0.05
@@ -92,8 +92,8 @@ class RankSave:
         return self.folder.partial(self.manifest.iteration, self.job)
 
     def folders(self, replica: int) -> list[Path]:
-        """Return the folders that this rank's replica writes to."""
-        folders = [self.random_file.parent]
+        """Return the folders of Megatron's checkpoints that this rank's replica writes to."""
+        folders = []
         if self.has_model:
             folders.append(folder_of(self.partial, replica))
         if self.has_outer:
@@ -101,6 +101,18 @@ class RankSave:
         if self.has_replica_local:
             folders.append(replica_local_folder(self.partial, replica))
         return folders
+
+
+class RankReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank reports about its part: its files and entry, or its errors."""
+
+    errors: list[str]
+    files: dict[str, FileRecord] = {}
+    entry: ReplicaEntry | None = None
+
+    def text(self) -> str:
+        """Return the report as JSON, which may contain NaN."""
+        return json.dumps(to_builtins(self))
 
 
 class Committer:
@@ -198,16 +210,11 @@ class Committer:
         complete checkpoints any more, else 0; empty for none."""
         if self._refusal is not None:
             return f"{self._refusal.exit_code} {self._refusal}"
-        failure = self._failure()
-        return f"0 {failure}" if failure else ""
-
-    def _failure(self) -> str:
-        """Return the failure that ends the run; empty for none."""
         if self._end is not None:
             ended = "training was ended, as two checkpoints in a row could not be written"
             state = "" if self._failures else "; its state at the end is saved"
-            return f"{ended} (the second: {self._end}){state}"
-        return self._failures[-1] if self._failures else ""
+            return f"0 {ended} (the second: {self._end}){state}"
+        return f"0 {self._failures[-1]}" if self._failures else ""
 
     def _fail_if_permitted(self, part: RankSave, error: Exception) -> None:
         """Report a failure, unless this replica may not complete a checkpoint any more: its files
@@ -245,7 +252,7 @@ class Committer:
     def _complete(self, part: RankSave, store: dist.Store) -> None:
         place = self._world.scope
         key = _key(part.name, place.replica, place.rank)
-        store.set(key, json.dumps(_report_of(part, place.replica, place.rank)))
+        store.set(key, _report_of(part, place.replica, place.rank).text())
         if place.global_rank == 0:
             manifest = self._gather(part, store)
             part.folder.permit()  # one with a manifest is complete: others may rename it
@@ -257,31 +264,34 @@ class Committer:
         """Collect the reports of all ranks and return the complete manifest.
 
         Raises:
-            WriteError: some ranks could not write their part. All have reported by then.
+            EditError: some ranks could not write their part. All have reported by then.
         """
         place = self._world.scope
-        files: dict[str, FileRecord] = {}
-        entries = []
-        ranks = range(place.ranks_per_replica)
+        num_replicas, files, entries = place.num_replicas, dict[str, FileRecord](), []
         reports = [
-            [self._wait_for_report(store, part, replica, rank) for rank in ranks]
-            for replica in range(place.num_replicas)
-        ]
+            [self._wait_for_report(store, part, replica, rank)
+             for rank in range(place.ranks_per_replica)]
+            for replica in range(num_replicas)
+        ]  # fmt: skip
         _check_reports(reports)
-        for pieces in reports:
-            for piece in pieces:
-                files |= {name: FileRecord(**record) for name, record in piece["files"].items()}
+        for of_replica in reports:
+            for report in of_replica:
+                files |= report.files
+            entry, last = of_replica[0].entry, of_replica[-1].entry
+            assert entry is not None and last is not None, "a report without an entry"
             # Rank 0 has the clock; only the last rank has the losses.
-            entry, last = pieces[0]["entry"], pieces[-1]["entry"]
-            losses = {name: last[name] for name in ("losses", "last_loss_step")}
-            entries.append(ReplicaEntry(**entry | losses))
+            losses = {"losses": last.losses, "last_loss_step": last.last_loss_step}
+            entries.append(structs.replace(entry, **losses))
         if part.shared_samples is not None:
-            entries = _equal_entries(entries[0], part.shared_samples, part.manifest.num_replicas)
-        return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
+            nominal = part.manifest.num_replicas
+            shares = [share_of(part.shared_samples, replica, nominal) for replica in range(nominal)]
+            entries = [structs.replace(entries[0], samples=share) for share in shares]
+        files = dict(sorted(files.items()))
+        return structs.replace(part.manifest, replicas=tuple(entries), files=files)
 
     def _wait_for_report(
         self, store: dist.Store, part: RankSave, replica: int, rank: int
-    ) -> dict[str, Any]:
+    ) -> RankReport:
         """Wait for the report of one rank of a replica on its part."""
         key = _key(part.name, replica, rank)
         try:
@@ -291,7 +301,7 @@ class Committer:
                 time.sleep(POLL_SECONDS)
                 if time.monotonic() > self._until:
                     raise RuntimeError("the time is up")
-            piece: dict[str, Any] = json.loads(store.get(key))
+            report = msgspec.convert(json.loads(store.get(key)), RankReport, strict=False)
             store.delete_key(key)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -300,53 +310,38 @@ class Committer:
                 f"reported that its part is written ({reason}); look at its last messages; "
                 "earlier checkpoints are complete"
             ) from error
-        return piece
+        return report
 
 
-class WriteError(EditError):
-    """A part of a checkpoint could not be written.
-
-    Args:
-        text: which rank, and the operating system's message.
-        num_bytes: of the complete checkpoint, as far as known.
-    """
-
-    def __init__(self, text: str, num_bytes: int) -> None:
-        super().__init__(text)
-        self.num_bytes = num_bytes
-
-
-def _report_of(part: RankSave, replica: int, rank: int) -> dict[str, Any]:
-    """Return a rank's report on its part: its files with their checksums, or its errors."""
-    record = part.record
-    piece = {"bytes": record.num_bytes, "errors": list(record.errors)}
-    if record.errors:
-        return piece
+def _report_of(part: RankSave, replica: int, rank: int) -> RankReport:
+    """Return a rank's report on its part."""
+    if part.record.errors:
+        return RankReport(part.record.errors)
     try:
         files = {
-            path.relative_to(part.partial).as_posix(): dataclasses.asdict(record_of(path))
+            path.relative_to(part.partial).as_posix(): record_of(path)
             for path in _files_of(part, replica, rank)
         }
     except OSError as error:
-        return piece | {"errors": [error_text(error)]}
-    return piece | {"entry": dataclasses.asdict(part.entry), "files": files}
+        return RankReport([error_text(error)])
+    return RankReport([], files, part.entry)
 
 
-def _check_reports(reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def _check_reports(reports: Sequence[Sequence[RankReport]]) -> None:
     """Check that no rank failed, from the report of each replica's ranks.
 
     Raises:
-        WriteError: a rank could not write its part.
+        EditError: a rank could not write its part.
     """
     failed = [
         f"replica {replica}, {'' if text.startswith('rank ') else f'rank {rank}: '}{text}"
-        for replica, pieces in enumerate(reports)
-        for rank, piece in enumerate(pieces)
-        for text in piece["errors"]
+        for replica, of_replica in enumerate(reports)
+        for rank, report in enumerate(of_replica)
+        for text in report.errors
     ]
     if failed:
-        text = next((text for text in failed if not text.endswith(ANOTHER_RANK_FAILED)), failed[0])
-        raise WriteError(text, sum(piece["bytes"] for pieces in reports for piece in pieces))
+        causes = [text for text in failed if not text.endswith(ANOTHER_RANK_FAILED)]
+        raise EditError((causes or failed)[0])
 
 
 def _is_renamed(part: RankSave) -> bool:
@@ -363,22 +358,18 @@ def _failure_text(part: RankSave, error: Exception) -> str:
     what = f"the checkpoint of iteration {part.manifest.iteration} could not be written"
     said = f"{what} ({error_text(error)})"
     with suppress(OSError):  # the folder itself may be unreachable
-        room = f"{part.folder.root} has {_free(part.folder.root)} free"
         newest = part.folder.newest()
-        num_bytes = error.num_bytes if isinstance(error, WriteError) else 0
-        if num_bytes := max(num_bytes, _size_of(newest)):  # some ranks may not know their size yet
-            room += f", a checkpoint needs {_megabytes(num_bytes)}"
+        room = f"{part.folder.root} has {_free(part.folder.root)} free"
         left = "there is no complete one yet"
         if newest is not None and newest.iteration is not None:
             left = f"the last complete one is that of iteration {newest.iteration}"
+            room += f", a checkpoint needs {_megabytes(_size_of(newest))}"
         said += f"; {room}; {left}"
     return to_one_line(said)
 
 
-def _size_of(found: FoundCheckpoint | None) -> int:
-    """Return the bytes of a complete checkpoint; 0 where there is no readable manifest."""
-    if found is None or not found.has_manifest:
-        return 0
+def _size_of(found: FoundCheckpoint) -> int:
+    """Return the bytes of a complete checkpoint; 0 where it has no readable manifest."""
     try:
         return sum(record.size for record in read_manifest(found.path).files.values())
     except UsageError:
@@ -429,30 +420,17 @@ def _is_kept(part: RankSave, iteration: int) -> bool:
 
 def _files_of(part: RankSave, replica: int, rank: int) -> list[Path]:
     """The files that this rank has written."""
-    folders = []
-    if part.has_model:
-        leave_out = [EDIT] if replica == 0 else []
-        folders.append(files_under(folder_of(part.partial, replica), leave_out=leave_out))
-    if part.has_outer:
-        folders.append(files_under(part.partial / EDIT / OUTER))
-    if part.has_replica_local:
-        folders.append(files_under(replica_local_folder(part.partial, replica)))
     return [part.random_file] + [
-        path for files in folders for path in files if _writer_of(path.name) == rank
+        path
+        for folder in part.folders(replica)
+        for path in files_under(folder, leave_out=[EDIT])  # of replica 0
+        if _writer_of(path.name) == rank
     ]
 
 
 def _writer_of(name: str) -> int:
     found = _WRITER.match(name)
     return int(found.group(1)) if found else 0
-
-
-def _equal_entries(entry: ReplicaEntry, samples: int, num_replicas: int) -> list[ReplicaEntry]:
-    """Entries of replicas that are equal, and have shared the samples."""
-    return [
-        replace(entry, samples=share_of(samples, replica, num_replicas))
-        for replica in range(num_replicas)
-    ]
 
 
 def _key(name: str, replica: int, rank: int) -> str:

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from msgspec import ValidationError
+
+from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_METADATA, replica_folder
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
@@ -19,8 +23,15 @@ from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, RESET
-from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
-from megatron_edit.errors import UsageError
+from megatron_edit.engine import (
+    EditEngine,
+    EngineState,
+    PendingState,
+    RoundState,
+    SavedRound,
+    round_state,
+)
+from megatron_edit.errors import UsageError, to_one_line
 from megatron_edit.flags import flag, format_value
 from megatron_edit.host.batch_stages import check_stages
 from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose, layout_of
@@ -44,10 +55,10 @@ from megatron_edit.host.checkpoint.replica_local import (
     load_pending,
     load_streams,
 )
-from megatron_edit.host.checkpoint.round_state import choice_of, rounds_of, saved_unit_steps
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
 from megatron_edit.method.ledger import IN_ORDER, share_of
+from megatron_edit.method.loss_check import LossHistory
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say
 
@@ -178,7 +189,7 @@ class LoadControl:
             engine.start(entry.step, manifest.round, residuals)
         else:
             self._load_engine(engine, host, pieces.outer, resume)
-            if engine.settings.timed is not None:
+            if engine.settings.assigns_blocks:
                 _override_loop(engine, host, plan)
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
             load_streams(resume.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
@@ -196,7 +207,7 @@ class LoadControl:
             check_samples(choice.path, plan, args)
             check_pending(choice.path, manifest, plan, engine.settings)
             check_rounds(choice.path, manifest, plan, engine.settings)
-        if engine.settings.timed is not None and (resume is None or resume.manifest.is_warmup):
+        if engine.settings.assigns_blocks and (resume is None or resume.manifest.is_warmup):
             step = self._step if resume is None else resume.plan.entries[0].step
             check_equal_steps(choice.path, step, args)
 
@@ -267,9 +278,9 @@ class LoadControl:
         Collective: all ranks of all replicas.
         """
         manifest, plan, where = resume.manifest, resume.plan, self._world.placement
-        choice = choice_of(resume.path, manifest)
-        if engine.settings.auto is not None and choice is not None:
-            engine.use(choice, is_resumed=True)
+        saved = rounds_as_saved(resume.path, manifest, host.plan.names)
+        if engine.settings.given.auto and saved.choice is not None:
+            engine.use(saved.choice, is_resumed=True)
         shards = RankShards(
             where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces
         )
@@ -289,11 +300,12 @@ class LoadControl:
 
         unfinished = None
         if manifest.is_mid_round and not plan.continues:
-            steps = saved_unit_steps(manifest, host.plan.names)
+            inner = torch.tensor([[entry.inner_steps] for entry in manifest.replicas])
+            steps = saved.unit_steps + inner
             unfinished = SavedRound(load, steps, self._source(manifest), start_round)
         else:
             start_round()
-        engine.load_state_dict(_state_of(resume, shards), unfinished)
+        engine.load_state_dict(_state_of(resume, saved, shards), unfinished)
 
     def _gradient_residuals(
         self, engine: EditEngine, host: MegatronHost, pieces: RankPieces, resume: _Resume
@@ -316,14 +328,66 @@ class LoadControl:
         return ()
 
 
-def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
+def rounds_as_saved(path: Path, manifest: Manifest, units: tuple[str, ...]) -> RoundState:
+    """Return the saved state of the rounds, of the replicas that saved it.
+
+    Args:
+        units: of this run; the columns of all tables.
+
+    Raises:
+        UsageError: it is of another model, or damaged.
+    """
+    if set(units) != set(manifest.units):
+        raise UsageError(
+            f"--load {path}",
+            f"has the units {', '.join(manifest.units)}, this model has {', '.join(units)}",
+            "load a checkpoint of this model",
+        )
+    columns = [manifest.units.index(unit) for unit in units]
+    try:
+        saved = round_state(manifest, manifest.num_replicas)
+        detectors, steps = saved.detectors.of_units(columns), saved.unit_steps[:, columns]
+    except (KeyError, TypeError, ValueError, IndexError, ValidationError) as error:
+        rule = f"the state of the rounds is broken: {to_one_line(str(error))}"
+        raise UsageError(str(path), rule, REMEDY) from error
+    return dataclasses.replace(saved, detectors=detectors, unit_steps=steps)
+
+
+def _rounds_of(saved: RoundState, resume: _Resume, shards: RankShards) -> RoundState:
+    """Return the state of the rounds for the replicas of this run."""
+    plan, num_replicas = resume.plan, shards.num_replicas
+    rounds = dataclasses.replace(
+        saved,
+        length=plan.entries[shards.replica].round_length,
+        assignment=plan.assignment,
+        resumes_at_meeting=plan.resumes_at_meeting,
+    )
+    if plan.continues:
+        return rounds
+    history = saved.loss_history
+    if len(history.mean) != num_replicas:
+        history = LossHistory.fresh(num_replicas)
+    # A round that is not finished is completed first.
+    return RoundState(
+        saved.count + resume.manifest.is_mid_round,
+        saved.detectors,
+        torch.zeros(num_replicas, saved.unit_steps.shape[1], dtype=torch.int64),
+        history,
+        length=rounds.length,
+        assignment=rounds.assignment,
+        resumes_at_meeting=rounds.resumes_at_meeting,
+        choice=rounds.choice,
+    )
+
+
+def _state_of(resume: _Resume, saved: RoundState, shards: RankShards) -> EngineState:
     """Build the engine's state for this replica from a checkpoint."""
     manifest, plan, path = resume.manifest, resume.plan, resume.path
-    entry, replica = plan.entries[shards.replica], shards.replica
+    entry = plan.entries[shards.replica]
     outer, pending = load_outer(path, manifest, entry.pending if plan.continues else (), shards)
     return EngineState(
         replica=entry,
-        rounds=rounds_of(path, manifest, plan, shards.plan.names, replica, shards.num_replicas),
+        rounds=_rounds_of(saved, resume, shards),
         is_warmup=False,
         outer=outer,
         pending=pending,

@@ -111,7 +111,7 @@ def check_pending(
             f"strategy {manifest.strategy} had sent a round that has not landed yet",
             "resume with the same strategy, or load its checkpoint of the end of training",
         )
-    names, num_fragments = manifest.units, settings.schedule.fragments
+    names, num_fragments = manifest.units, settings.used.fragments
     fragments = [set(names[index::num_fragments]) for index in range(num_fragments)]
     if any(sync.due is None and set(sync.units) not in fragments for sync in pending):
         raise UsageError(
@@ -137,7 +137,7 @@ def check_rounds(
         UsageError: the round had a fixed length and has none now, or the reverse.
     """
     entries = manifest.replicas
-    if settings.timed is not None or not plan.continues or len({e.step for e in entries}) == 1:
+    if settings.assigns_blocks or not plan.continues or len({e.step for e in entries}) == 1:
         return
     # Rounds of varying length keep a mean of the losses, which has no last step.
     was_varying = any(e.losses and not e.last_loss_step for e in entries)

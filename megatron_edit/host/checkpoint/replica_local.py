@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from msgspec import structs
 from torch import Tensor
 
 from megatron_edit.checkpoint.files import REMEDY
@@ -187,7 +188,7 @@ def load_pending(
 ) -> list[PendingState]:
     """Load the syncs of a saved replica that had not landed, to land them here."""
     # Without moments: the inner optimizer state that they belong to is not loaded.
-    saved = [replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
+    saved = [structs.replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
     syncs = _pending(saved, shards.plan)
     if is_replica_local(saved, Wire.of(FP32)):
         averages = {name: t for sync in syncs for name, t in sync.averages.items()}

@@ -173,7 +173,7 @@ class SaveControl:
     def _samples(self) -> int | None:
         """Consumed by all replicas, where they make unequal steps; else None."""
         engine = self._engine
-        if engine.settings.timed is None or engine.status.is_warmup:
+        if not engine.settings.assigns_blocks or engine.status.is_warmup:
             return None
         if engine.elastic is not None and engine.status.assignment is not None:
             return self._host.samples_of(engine.status.assignment.num_consumed)

@@ -6,9 +6,11 @@ A save has the same name on all replicas, so that no replica waits for another w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from msgspec import structs
 
 from megatron_edit.checkpoint.folder import (
     EDIT,
@@ -23,7 +25,7 @@ from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, MIN_TIMEOUT_SECONDS
-from megatron_edit.engine import EditEngine, EngineState
+from megatron_edit.engine import EditEngine, EngineState, saved_rounds
 from megatron_edit.host.checkpoint.async_saves import (
     ANOTHER_RANK_FAILED,
     SaveRecord,
@@ -54,7 +56,6 @@ from megatron_edit.host.checkpoint.replica_local import (
     save_streams,
     streams_name,
 )
-from megatron_edit.host.checkpoint.round_state import fields_of
 from megatron_edit.host.metrics import versions
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.megatron import AsyncRequest
@@ -195,7 +196,7 @@ class CheckpointWriter:
         of Megatron's save.
         """
         try:
-            for folder in part.folders(self._world.placement.replica):
+            for folder in (part.random_file.parent, *part.folders(self._world.placement.replica)):
                 folder.mkdir(parents=True, exist_ok=True)
             save_streams(part.random_file)
         except OSError as error:
@@ -294,6 +295,8 @@ class CheckpointWriter:
         rounds = state.rounds
         if self._engine.elastic is not None:
             rounds = rounds.with_nominal_members(place.num_replicas)
+        if state.is_warmup:  # no blocks are assigned
+            rounds = replace(rounds, assignment=None)
         return Manifest(
             iteration=plan.iteration,
             form=plan.form,
@@ -305,6 +308,7 @@ class CheckpointWriter:
             units=self._host.plan.names,
             is_warmup=state.is_warmup,
             replicas=(),
+            files={},
             batch=args.global_batch_size,
             chunk=self._host.counters.chunk,
             round_seconds=state.round_seconds,
@@ -318,7 +322,7 @@ class CheckpointWriter:
             is_final_phase=self._engine.status.is_final_phase,
             common_steps=self._host.common_steps,
             digest="" if self._engine.elastic is None else self._engine.elastic.digest,
-            **fields_of(rounds, is_warmup=state.is_warmup),
+            **structs.asdict(saved_rounds(rounds)),
         )
 
     def _shared_samples(self, plan: SavePlan) -> int | None:
