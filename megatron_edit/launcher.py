@@ -15,9 +15,8 @@ from pathlib import Path
 
 from megatron_edit.command_line import config_from_argv, has_help_flag, help_text, training_script
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import GRACE_SECONDS
+from megatron_edit.constants import AUTO, GRACE_SECONDS
 from megatron_edit.errors import EditError, UsageError
-from megatron_edit.flags import AUTO
 from megatron_edit.launched import launched
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"

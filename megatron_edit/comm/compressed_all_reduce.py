@@ -143,20 +143,16 @@ class CodedPart:
 
     def encode_addend(self) -> None:
         """Encode the addend into `outgoing`, one row for the owner of each chunk."""
-        values, residual = self.addend.values, self.addend.residual
-        sent = None if residual is None else residual.sent
         if self.addend.is_excluded:
             self.outgoing.zero_()  # zero bytes are exact zeros in every codec
-            return
-        for ranks, where in self.chunks.runs():
-            self._encode(values, sent, where, self.outgoing[ranks])
-        self.outgoing[self.chunks.num_filled :].zero_()
+        else:
+            self.encode_chunks(range(len(self.outgoing)))
 
     def encode_chunks(self, chosen: range) -> None:
         """Encode these chunks of the addend, ascending, into the first rows of `outgoing`."""
         values, residual = self.addend.values, self.addend.residual
         sent = None if residual is None else residual.sent
-        self.outgoing[: len(chosen)].zero_()
+        num_filled = 0
         for ranks, where in self.chunks.runs():
             shape = (ranks.stop - ranks.start, -1)
             mine = [place for place, rank in enumerate(chosen) if ranks.start <= rank < ranks.stop]
@@ -168,6 +164,9 @@ class CodedPart:
             kept = None if sent is None else sent[where].view(shape)[every]
             used = self.codec.encoded_bytes(part.shape[1])
             self.codec.encode(part, residual=kept, out=rows[:, :used])
+            _zero(rows[:, used:])
+            num_filled = mine[-1] + 1
+        _zero(self.outgoing[num_filled : len(chosen)])
 
     def encode_sum(self, num_addends: int | None = None) -> None:
         """Sum this rank's chunk of the first rows of `incoming`, all if None, and write the encoded
@@ -179,7 +178,8 @@ class CodedPart:
         self.codec.decode_sum(self.incoming[:num_addends, :used], total)
         residual = self.addend.residual
         summed = None if residual is None else residual.summed
-        self._encode(total, summed, own, self.outgoing[:1])
+        self.codec.encode(total, residual=summed, out=self.outgoing[0, :used])
+        _zero(self.outgoing[0, used:])
         self.outgoing[1:num_addends] = self.outgoing[0]  # a row for each receiver
 
     def decode(self) -> None:
@@ -189,14 +189,11 @@ class CodedPart:
             used = self.codec.encoded_bytes(values.shape[1])
             self.codec.decode(self.incoming[ranks, :used], values)
 
-    def _encode(self, values: Tensor, rest: Tensor | None, where: slice, rows: Tensor) -> None:
-        """Encode chunks of one length into as many rows of `outgoing`."""
-        shape = (len(rows), (where.stop - where.start) // len(rows))
-        used = self.codec.encoded_bytes(shape[1])
-        kept = None if rest is None else rest[where].view(shape)
-        self.codec.encode(values[where].view(shape), residual=kept, out=rows[:, :used])
-        if used < rows.shape[1]:
-            rows[:, used:].zero_()  # never read, but uninitialised memory must not be sent
+
+def _zero(rest: Tensor) -> None:
+    """Zero what is never read: uninitialised memory must not be sent."""
+    if rest.numel():
+        rest.zero_()
 
 
 @dataclass

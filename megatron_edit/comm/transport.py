@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megatron_edit.comm.collectives import Duplex, Group
 from megatron_edit.comm.interfaces import GLOO_INTERFACE
 from megatron_edit.comm.staging import StagedProcessGroup
+from megatron_edit.constants import AUTO
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.flags import AUTO, flag
+from megatron_edit.flags import flag
 
 # NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. Two
 # move some GB/s, more than such a link; NCCL_MAX_CTAS overrides this value.

@@ -32,7 +32,8 @@ from megatron_edit.comm.compressed_all_reduce import (
 from megatron_edit.constants import FP32, FP32_BYTES, WIRE_TYPES
 from megatron_edit.method.coarse_codecs import INT2, SIGN, TERNARY
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
-from megatron_edit.method.moments import MomentRule
+from megatron_edit.method.moments import MomentRule, MomentSchedule
+from megatron_edit.method.settings import Settings
 from megatron_edit.method.sparse_codec import TOP64
 
 NUM_PHASES = 2  # of an exchange whose sums are encoded, too
@@ -125,33 +126,26 @@ def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
     else:
         exchanges += [group.start_all_reduce(addend.values) for addend in plain]
     if coded:
-        exchanges.append(_start_coded(group, coded))
+        exchanges.append(_start(group, CodedExchange, coded, NUM_PHASES))
     if gathered:
-        exchanges.append(_start_gathered(group, gathered))
+        exchanges.append(_start(group, GatheredExchange, gathered, 1))
     if len(exchanges) == 1:
         return exchanges[0]
     return ExchangeSet(tuple(exchanges)) if exchanges else Work(group.name)
 
 
-def _start_coded(group: Group, addends: Sequence[Addend]) -> Exchange:
-    _check_phases(group, NUM_PHASES)
-    exchange = CodedExchange.prepare(group, addends)
-    with on_exchange_stream(group):
-        exchange.begin()
-    return exchange
-
-
-def _start_gathered(group: Group, addends: Sequence[Addend]) -> Exchange:
-    _check_phases(group, 1)
-    exchange = GatheredExchange.prepare(group, addends)
-    with on_exchange_stream(group):
-        exchange.begin()
-    return exchange
-
-
-def _check_phases(group: Group, needed: int) -> None:
-    has_phases = group.runs_in_order or len(group.phases) >= needed
+def _start(
+    group: Group,
+    kind: type[CodedExchange | GatheredExchange],
+    addends: Sequence[Addend],
+    num_phases: int,
+) -> Exchange:
+    has_phases = group.runs_in_order or len(group.phases) >= num_phases
     assert group.size == 1 or has_phases, f"{group.name}: not made for exchanges in phases"
+    exchange = kind.prepare(group, addends)
+    with on_exchange_stream(group):
+        exchange.begin()
+    return exchange
 
 
 def progress_exchanges(group: Group) -> None:
@@ -290,3 +284,10 @@ class Wire:
         Mutates: `values` and `residual`, until it is done.
         """
         return start_exchange(group, [Addend(values, residual, is_excluded, self.codec)])
+
+
+def num_phases_of(settings: Settings) -> int:
+    """Phases that exchanges of a sync group may have in a run; 0 if none has any."""
+    if settings.auto or MomentSchedule.of(settings).rule.has_phases:
+        return NUM_PHASES
+    return max(Wire.of(name).num_phases for name in (settings.sync_dtype, settings.warmup_dtype))

@@ -5,24 +5,23 @@
 
 from megatron_edit.engine.engine import EditEngine as EditEngine
 from megatron_edit.engine.host import TIED_EMBEDDING as TIED_EMBEDDING
-from megatron_edit.engine.host import AutoRules as AutoRules
 from megatron_edit.engine.host import EngineGroups as EngineGroups
-from megatron_edit.engine.host import EngineSettings as EngineSettings
 from megatron_edit.engine.host import Host as Host
 from megatron_edit.engine.host import Progress as Progress
 from megatron_edit.engine.host import Reporter as Reporter
 from megatron_edit.engine.host import SyncReport as SyncReport
-from megatron_edit.engine.host import TimedRounds as TimedRounds
 from megatron_edit.engine.membership import Membership as Membership
 from megatron_edit.engine.membership import Transports as Transports
-from megatron_edit.engine.plan import Penalty as Penalty
 from megatron_edit.engine.plan import RoundState as RoundState
 from megatron_edit.engine.rounds.completion import SavedRound as SavedRound
 from megatron_edit.engine.rounds.elastic import ElasticParts as ElasticParts
 from megatron_edit.engine.saved import EngineState as EngineState
 from megatron_edit.engine.saved import PendingState as PendingState
 from megatron_edit.engine.saved import UnitTensors as UnitTensors
+from megatron_edit.engine.settings import EngineSettings as EngineSettings
 from megatron_edit.engine.shared_state import SharedState as SharedState
+from megatron_edit.engine.shared_state import round_state as round_state
+from megatron_edit.engine.shared_state import saved_rounds as saved_rounds
 from megatron_edit.engine.status import EngineStatus as EngineStatus
 from megatron_edit.engine.units import ParamShard as ParamShard
 from megatron_edit.engine.units import ShardAccessor as ShardAccessor

@@ -25,7 +25,7 @@ from megatron_edit.comm.control import DelayedFlags, Flag, check_same_digests
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.context import ErrorContext
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
+from megatron_edit.engine.host import EngineGroups, Host, Reporter
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, plan_round
 from megatron_edit.engine.rounds.completion import Completion, Outcomes, SavedRound
 from megatron_edit.engine.rounds.elastic import ElasticParts, ElasticRounds
@@ -41,6 +41,7 @@ from megatron_edit.engine.rounds.synchronous import (
 )
 from megatron_edit.engine.rounds.trigger import MeetingPlan, create_trigger
 from megatron_edit.engine.saved import EngineState
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.status import EngineStatus
 from megatron_edit.engine.sync.manager import SyncManager
@@ -94,7 +95,7 @@ class EditEngine:
         self.syncs = SyncManager(host, groups, settings, reporter, footprint)
         self._tuner = AutoTuner.of(settings, groups, footprint.unit_numels, elastic is None)
         self._meetings = Meetings(
-            host, groups, self._board, state, settings.timed is None, has_digests,
+            host, groups, self._board, state, not settings.assigns_blocks, has_digests,
             poll_exchanges=self.syncs.poll_if_busy,
         )  # fmt: skip
         self._trigger = create_trigger(settings, host, state)
@@ -165,7 +166,8 @@ class EditEngine:
             if self.elastic is not None:
                 self.elastic.leave("signal")
             else:
-                self.state.note_meeting(self._meetings.exchange_records(is_stopping=True))
+                mine = self._meetings.pack(is_stopping=True)
+                self.state.note_meeting(self._meetings.exchange_records(mine))
 
     def finish(self) -> None:
         """Land and report the remaining syncs and losses.
@@ -402,7 +404,7 @@ class EditEngine:
         )
         if self.elastic is not None:
             rounds = self.elastic.begins_with(rounds)
-        if self.settings.auto is None:
+        if not self.settings.given.auto:
             rounds = replace(rounds, choice=None, exposed=(), leaves_prediction=False)
         elif rounds.choice is None:
             self.reporter.on_message("the checkpoint has no choice: --edit-auto chooses nothing")
@@ -444,10 +446,9 @@ class EditEngine:
 
         Collective: the ranks of the replica.
         """
-        assert self.settings.auto is not None, "settings without rules for a choice"
-        self.settings = settings = self.settings.auto.settings_for(choice)
+        self.settings = settings = replace(self.settings, choice=choice)
         has_digests = not settings.landing.is_immediate
-        self.state.use(settings, choice)
+        self.state.use(settings)
         nbytes = size_of_record(self.host, self.state, has_digests=has_digests)
         footprint = Footprint.measure(self.groups, self.host.plan, settings, nbytes)
         self.syncs.reconfigure(settings, footprint)
@@ -455,7 +456,7 @@ class EditEngine:
         self._trigger = create_trigger(settings, self.host, self.state)
         self._outcomes = replace(self._outcomes, settings=settings, trigger=self._trigger)
         self.syncs.begin_thread(self._context.explain)
-        self.state.timeout.begin(self.state.timeout.length, settings.schedule.interval)
+        self.state.timeout.begin(self.state.timeout.length, settings.used.sync_interval)
         self.reporter.on_choice(choice, is_resumed=is_resumed)
 
     def _begin_local_training(self) -> None:
@@ -490,7 +491,7 @@ class EditEngine:
 
     def _round_length(self, step: int) -> int:
         """Steps of the round that begins after `step`; 0 where rounds end by the clock."""
-        if self.settings.timed is not None:
+        if self.settings.assigns_blocks:
             return 0
         return self.settings.schedule.round_length(RoundStart(step, self.host.progress().next_lr))
 
@@ -559,12 +560,13 @@ class EditEngine:
         state, syncs, selection = self.state, self.syncs, meeting.selection
         norms, loss, exposed = syncs.norms(selection, state.losses.mean())
         waiting = time.monotonic()
-        records = self._meetings.exchange_records(
-            norms, syncs.late_digests(selection), round_loss=loss, exposed=exposed
-        )
+        late = syncs.late_digests(selection)
+        mine = self._meetings.pack(norms, late, round_loss=loss, exposed=exposed)
+        records = self._meetings.exchange_records(mine)
         waited = time.monotonic() - waiting
-        rules = self.settings.round_rules
-        plan = plan_round(state.rounds, records, selection.indices, rules, is_last=meeting.is_last)
+        plan = plan_round(
+            state.rounds, records, selection.indices, self.settings, is_last=meeting.is_last
+        )
         if plan.outcome is MeetingOutcome.SYNC and self._meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
         return plan, waited

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_edit.comm.control import ControlRecord, DelayedFlags, Flag
-from megatron_edit.engine.host import EngineSettings
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.method.ledger import BlockAssignment

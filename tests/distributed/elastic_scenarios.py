@@ -40,13 +40,13 @@ from megatron_edit.engine import (
     EditEngine,
     ElasticParts,
     EngineGroups,
+    EngineSettings,
     Membership,
     SharedState,
     SyncReport,
     Transports,
 )
 from megatron_edit.errors import FencedError, ReplicaLostError
-from megatron_edit.host.settings import engine_settings
 from tests.distributed.toy import CPU, TIMEOUT, Collector, ToyHost, with_outer
 
 POLL_SECONDS = 0.002
@@ -331,7 +331,7 @@ class Replica:
         )
         reporter = Collector()
         engine = EditEngine(
-            engine_settings(config, "blocking", target, 0), host, groups, world, reporter,
+            EngineSettings(config, False, target, 0), host, groups, world, reporter,
             elastic=parts,
         )  # fmt: skip
         self = cls(engine, host, reporter, [])

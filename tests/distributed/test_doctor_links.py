@@ -74,10 +74,9 @@ def test_doctor_reports_missing_interface(ranks: list[int]) -> None:
     assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
     report = json.loads(first.stdout)
     bad = [x for x in report["findings"] if x["level"] == "bad"]
-    (line,) = (x for x in bad if x["name"].startswith("GLOO_SOCKET_IFNAME"))
-    assert (line["name"] == "GLOO_SOCKET_IFNAME") == (0 in ranks)
-    assert line["value"] == "ib7: there is no ib7" and "use one of" in line["remedy"]
-    assert levels(report)["between the ranks"] == "hint" and "links" not in report
+    lines = [x["value"] for x in bad if x["name"] == "GLOO_SOCKET_IFNAME"]
+    assert len(lines) == len(ranks) and "links" not in report
+    assert all("no ib7 on " in line and "nothing is measured" in line for line in lines)
 
 
 def test_doctor_prints_the_table_if_ranks_cannot_connect() -> None:
@@ -94,7 +93,7 @@ def test_doctor_prints_the_table_if_ranks_cannot_connect() -> None:
 def test_doctor_with_a_single_replica(tmp_path: Path) -> None:
     """Would catch: a division by the zero bytes that one replica sends."""
     code, report = examine(2, "--edit-num-replicas", "1", "--shared-dir", str(tmp_path))
-    assert code == 0 and "links" not in report and "a sync" not in levels(report)
+    assert code == 0 and "links" not in report
     assert [sight["error"] for sight in report["shared_dir"]] == [None] * 2
 
 

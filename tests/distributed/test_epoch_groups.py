@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.hub_store import EpochGroup, HubStore
-from megatron_edit.elastic.agent import HubAddress
+from megatron_edit.elastic.channel import HubAddress
 from megatron_edit.elastic.messages import Abandon, End, FormEpoch
 from megatron_edit.elastic.replica import GroupsFormed, Order, Report, RoundDue
 from megatron_edit.elastic.store import StoreClient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from megatron_edit.engine.rounds.meeting import size_of_record
 from megatron_edit.errors import DriftError
 from tests.distributed.toy import build_engine, with_outer
 from tests.harness import RankResult, run_ranks
-from tests.reference.oracle import EditOracle, OracleSettings
+from tests.reference.oracle import OracleSettings
+from tests.reference.outer_rules import settings_for
+from tests.reference.strategies import Simulation
 
 SIZES = {"embedding": 130, "layer.1": 33, "layer.2": 7, "final": 1}
 SCENARIO = "tests.distributed.test_rounds:run_rounds"
@@ -52,8 +55,13 @@ def make_moves(num_rounds: int, num_replicas: int, seed: int) -> tuple[dict[str,
 
 def run_both(
     num_replicas: int, ranks: int, moves: Moves, start: dict[str, Any], **settings: Any
-) -> tuple[list[RankResult], EditOracle, list[Any], list[Any]]:
-    """Run the engine on num_replicas x ranks processes, and the oracle."""
+) -> tuple[list[RankResult], list[Any], list[Any]]:
+    """Run the engine on num_replicas x ranks processes, and the oracle.
+
+    Returns:
+        Results of the ranks; for each round, the oracle's decisions as tables like those of a
+        report, and its anchor and momentum by unit.
+    """
     results = run_ranks(
         SCENARIO,
         num_replicas * ranks,
@@ -63,15 +71,24 @@ def run_both(
     expected: dict[str, Any] = {}
     for name, value in settings.items():
         expected |= _WITHOUT.get(name, {_ORACLE_NAMES.get(name, name): value})
-    oracle = EditOracle.start(num_replicas, list(start.values()), OracleSettings(**expected))
-    records, anchors = [], []
+    penalty = OracleSettings(**expected)
+    oracle = Simulation.start(num_replicas, start, settings_for("edit", tau=1, penalty=penalty))
+    tables, states = [], []
     for round_ in moves:
-        for replica, move in enumerate(round_):
-            for unit, name in enumerate(SIZES):
-                oracle.theta[replica][unit] += move[name]
-        records.append(oracle.sync())
-        anchors.append(([a.copy() for a in oracle.anchor], [b.copy() for b in oracle.momentum]))
-    return results, oracle, records, anchors
+        oracle.step(round_)
+        units = oracle.records[-len(SIZES) :]
+        tables.append(
+            SimpleNamespace(
+                norms=np.array([unit.norms for unit in units]).T,
+                weights=np.array([unit.weights for unit in units]).T,
+                anomalous=np.array([unit.left_out for unit in units]).T,
+                rollback=np.array([unit.rolled_back for unit in units]),
+                update_norm=np.array([unit.update_norm for unit in units]),
+                clip=np.array([unit.clip for unit in units]),
+            )
+        )
+        states.append((dict(oracle.anchor), dict(oracle.momentum)))
+    return results, tables, states
 
 
 def assert_equal_to_oracle(
@@ -90,11 +107,11 @@ def assert_equal_to_oracle(
             np.testing.assert_allclose(
                 ours["update_norm"], expected.update_norm, rtol=1e-5, atol=atol
             )
-            for unit, name in enumerate(SIZES):
+            for name in SIZES:
                 piece = ours["slices"][name]
                 for key, full in (("anchor", anchor), ("momentum", momentum), ("theta", anchor)):
                     np.testing.assert_allclose(
-                        ours[key][name], full[unit][piece], rtol=1e-5, atol=1e-6, err_msg=key
+                        ours[key][name], full[name][piece], rtol=1e-5, atol=1e-6, err_msg=key
                     )
 
 
@@ -102,7 +119,7 @@ def assert_equal_to_oracle(
 def test_three_rounds_equal_the_oracle(num_replicas: int, ranks: int) -> None:
     """Catches: norms or clip of one rank's shard, wrong weights, a wrong outer step."""
     start, moves = make_moves(3, num_replicas, seed=num_replicas)
-    results, _, records, anchors = run_both(num_replicas, ranks, moves, start, clip=0.5)
+    results, records, anchors = run_both(num_replicas, ranks, moves, start, clip=0.5)
     assert_equal_to_oracle(results, records, anchors)
     assert min(r.clip.min() for r in records) < 1.0  # some unit was clipped
     digests = {tuple(record["digest"] for record in result.value) for result in results}
@@ -119,7 +136,7 @@ def test_anomalous_replica_is_left_out_and_recovers(what: float) -> None:
     else:
         bad_move["layer.1"][3] = what
     # a threshold above the noise of so small units
-    results, _, records, anchors = run_both(
+    results, records, anchors = run_both(
         3, 1, moves, start, anomaly_warmup_syncs=3, anomaly_threshold=12.0
     )
     left_out = [record.anomalous[:, 1].tolist() for record in records]
@@ -148,7 +165,7 @@ def test_parts_of_the_penalty_are_optional(settings: dict[str, Any], what: float
         )  # an accepted norm of x100 would leave no weight to compare
     for name in SIZES:
         moves[4][1][name] = moves[4][1][name] * np.float32(what)
-    results, _, records, anchors = run_both(
+    results, records, anchors = run_both(
         3, 1, moves, start, anomaly_warmup_syncs=3, anomaly_threshold=12.0, **settings
     )
     has_rejection = bool(np.isnan(what)) or "no_anomaly" not in settings
@@ -161,7 +178,7 @@ def test_unit_anomalous_on_all_replicas_is_rolled_back() -> None:
     start, moves = make_moves(3, 2, seed=3)
     for replica in range(2):
         moves[1][replica]["final"][0] = np.nan
-    results, _, records, anchors = run_both(2, 1, moves, start)
+    results, records, anchors = run_both(2, 1, moves, start)
     assert records[1].rollback.tolist() == [False, False, False, True]
     for result in results:
         before, after = result.value[0], result.value[1]
@@ -174,7 +191,7 @@ def test_unit_anomalous_on_all_replicas_is_rolled_back() -> None:
 def test_reported_bytes_equal_sent_bytes() -> None:
     """The group's counter equals the bytes in the report, and no gather sends a full unit."""
     start, moves = make_moves(2, 2, seed=5)
-    results, _, _, _ = run_both(2, 2, moves, start)
+    results, _, _ = run_both(2, 2, moves, start)
     last = [result.value[-1] for result in results]
     first = [result.value[0] for result in results]
     # Ranks 0 and 1 are replica 0. Digest tables (8 bytes per unit) are control traffic in addition.
@@ -184,9 +201,13 @@ def test_reported_bytes_equal_sent_bytes() -> None:
     assert last[0]["wire_bytes"] >= 4 * sum(SIZES.values())
 
 
-@pytest.mark.parametrize(("num_replicas", "ranks"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize(
-    "settings", [{}, {"sync_dtype": "bf16"}, {"sync_dtype": "int8"}, {"offload": True}]
+    ("num_replicas", "ranks", "settings"),
+    [
+        (3, 1, {"sync_dtype": "int8"}),
+        (2, 2, {}),
+        (2, 2, {"sync_dtype": "bf16", "offload": True}),
+    ],
 )
 def test_check_before_commit_changes_no_result(
     num_replicas: int, ranks: int, settings: dict[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import place
 from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.wire import num_phases_of
 from megatron_edit.comm.worlds import join
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import (
     EditEngine,
     EngineGroups,
+    EngineSettings,
     ParamShard,
     Progress,
     SyncReport,
@@ -31,7 +33,6 @@ from megatron_edit.engine import (
     UnitShard,
     plan_units,
 )
-from megatron_edit.host.settings import engine_settings, num_phases_of
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
@@ -296,9 +297,9 @@ def build_engine(
     groups = EngineGroups(sync, meeting, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    settings = engine_settings(config, "blocking", target, last_local_step)
+    settings = EngineSettings(config, False, target, last_local_step)
     if starts is not None:
         table = TableSchedule(0, config.sync_interval, config.fragments, starts)
-        settings = replace(settings, schedule=table)
+        vars(settings)["schedule"] = table  # a cached property
     clock = clock or PhaseClock()
     return EditEngine(settings, host, groups, world, reporter, clock), host, reporter

@@ -3,8 +3,7 @@
 `TracedStreams` only report their operations to a listener. `InOrderGroup` is a process group like
 NCCL's: each collective runs on a stream of the group, after the work of the current stream, and a
 wait makes the current stream wait. The other ranks have the same tensors as this one. Tensors are
-in host memory and change immediately; listeners derive the effects of the order of streams
-(`races.py`, `hardware_queues.py`).
+in host memory and change immediately; `races.py` derives the effects of the order of streams.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import linecache
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -31,11 +30,11 @@ from megatron_edit.constants import FIRST_MOMENT, NONE, SECOND_MOMENT
 from megatron_edit.engine import (
     EditEngine,
     EngineGroups,
+    EngineSettings,
     ParamShard,
     UnitPlan,
     plan_units,
 )
-from megatron_edit.host.settings import engine_settings
 from tests.distributed.toy import Collector, ToyHost
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=30)
@@ -297,7 +296,6 @@ class HostGroup:
     """A process group on host memory."""
 
     size: int
-    on_meeting: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def name(self) -> str:
         """Return the name of gloo's backend."""
@@ -305,9 +303,8 @@ class HostGroup:
 
     def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> CompletedWork:
         """Gather copies of this rank's tensor."""
-        with self.on_meeting():
-            for part in parts[0]:
-                part.copy_(tensors[0])
+        for part in parts[0]:
+            part.copy_(tensors[0])
         return CompletedWork()
 
     def broadcast(self, tensors: list[Tensor], _: Any) -> CompletedWork:
@@ -376,29 +373,21 @@ class StreamedHost(ToyHost):
             self.gathers.launch(targets, lambda: [t.mul_(1) for t in targets]).wait()
 
 
-def plan_of(
-    units: Mapping[str, Sequence[int]], names: Sequence[str] = (), *, is_copy: bool = False
-) -> UnitPlan:
-    """Plan units with parameters of given sizes; the first parameter of the embedding is tied.
-
-    Args:
-        units: sizes of the parameters, by unit.
-        names: all units of the replica; if empty, only those of `units`.
-        is_copy: whether the embedding is a copy that another stage counts.
-    """
+def plan_of(units: Mapping[str, Sequence[int]]) -> UnitPlan:
+    """Plan units with parameters of given sizes; the first parameter of the embedding is tied."""
     params = [
         ParamShard(
             f"{unit}.{number}",
             unit,
             torch.full((size,), 1.0),
-            not (is_copy and unit == "embedding"),
+            True,
             "tied-embedding" if unit == "embedding" and number == 0 else None,
             target=torch.zeros(size),
         )
         for unit, sizes in units.items()
         for number, size in enumerate(sizes)
     ]
-    return plan_units(params, list(names or units), list(units))
+    return plan_units(params, list(units), list(units))
 
 
 @dataclass
@@ -426,10 +415,8 @@ class Rank:
         *,
         is_overlapped: bool,
         ranks: int = 2,
-        stages: int = 1,
         tie: tuple[int, int] | None = None,
         on_outer_state: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
-        on_meeting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         sync: Group | None = None,
         control: Group | None = None,
     ) -> Rank:
@@ -440,11 +427,9 @@ class Rank:
             config: configuration of the run.
             plan: units and parameters of the rank.
             is_overlapped: whether units land in the forward pass.
-            ranks: number of ranks of its pipeline stage.
-            stages: number of pipeline stages.
+            ranks: number of ranks of the replica.
             tie: rank and size in the group of stages with a copy of the embedding.
             on_outer_state: called with the anchors and momenta.
-            on_meeting: context around each exchange of records.
             sync: sync group for the exchanges; None: one like NCCL's.
             control: all ranks of the replica; None: all do the same as this one.
         """
@@ -459,10 +444,10 @@ class Rank:
             return group(InOrderGroup(streams, name, rank, size), rank, size, name)
 
         sync = sync or in_order("sync", 0, config.num_replicas)
-        meeting = group(HostGroup(sync.size, on_meeting), 0, sync.size, "meeting")
+        meeting = group(HostGroup(sync.size), 0, sync.size, "meeting")
         groups = EngineGroups(
-            sync, meeting, in_order("replica", 0, ranks * stages), in_order("stage", 0, ranks),
-            control or group(HostGroup(ranks * stages), 0, ranks * stages, "control"),
+            sync, meeting, in_order("replica", 0, ranks), in_order("stage", 0, ranks),
+            control or group(HostGroup(ranks), 0, ranks, "control"),
             {} if tie is None else {"tied-embedding": in_order("tied-embedding", *tie)},
         )  # fmt: skip
         host = StreamedHost.of(
@@ -477,10 +462,9 @@ class Rank:
                 kind: {shard.name: torch.ones(shard.numel) for shard in plan.shards}
                 for kind in (FIRST_MOMENT, SECOND_MOMENT)
             }
-        placement = Placement(sync.size, 0, ranks * stages, 0, True)
+        placement = Placement(sync.size, 0, ranks, 0, True)
         store = dist.HashStore()
         world = ReplicaWorld(placement, store, store, TIMEOUT)
-        mode = "overlap" if is_overlapped else "blocking"
-        settings = engine_settings(config, mode, 0, last_local_step=1000)
+        settings = EngineSettings(config, is_overlapped, 0, last_local_step=1000)
         engine = EditEngine(settings, host, groups, world, Collector())
         return cls(engine, host, groups, streams)

@@ -28,7 +28,7 @@ from megatron_edit.constants import WIRE_TYPES
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.codec import INT8, LOG8, ULOG8, Codec
 from megatron_edit.method.sparse_codec import TOP64
-from megatron_edit.tools.plan.exchanges import cut_bytes
+from megatron_edit.tools.plan.costs import cut_bytes
 from tests.harness.memory_network import (
     CPU,
     Network,

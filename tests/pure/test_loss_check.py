@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import ValidationError, structs
 
 from megatron_edit.comm.control import ControlRecord
-from megatron_edit.engine import Penalty
-from megatron_edit.engine.plan import RoundRules, RoundState, plan_round
-from megatron_edit.method.detector import DetectorConfig
-from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.engine import round_state, saved_rounds
+from megatron_edit.engine.plan import RoundState, plan_round
 from megatron_edit.method.loss_check import (
-    LossCheckConfig,
     LossHistory,
     LossVerdict,
     check_losses,
     loss_differences,
 )
-from megatron_edit.method.schedule import StepSchedule
+from tests.harness.engine_settings import settings_of
 from tests.reference.loss_check import LossOracle
 
-CONFIG = LossCheckConfig(threshold=6.0, patience=3)
+SETTINGS = settings_of(anomaly_alpha=0.5, anomaly_warmup_syncs=0)
 NAN = math.nan
 
 
@@ -33,7 +33,9 @@ def judge(
 ) -> tuple[LossVerdict, LossHistory]:
     """Check the losses of one round; by default all replicas made steps."""
     has_steps = torch.tensor([n > 0 for n in steps or [1] * len(losses)])
-    return check_losses(torch.tensor(losses, dtype=torch.float64), has_steps, history, CONFIG)
+    return check_losses(
+        torch.tensor(losses, dtype=torch.float64), has_steps, history, SETTINGS.used
+    )
 
 
 def after(rounds: int, num_replicas: int, loss: float = 3.0) -> LossHistory:
@@ -128,17 +130,18 @@ def test_loss_rise_of_both_replicas_is_accepted() -> None:
 
 
 def test_loss_history_round_trips_through_checkpoint() -> None:
-    """Bit for bit; a checkpoint without a history, or with another N, starts a new one."""
+    """Bit for bit; a checkpoint without a history starts a new one."""
     history = after(9, 3, loss=1 / 3)
-    lists = history.to_lists()
-    again = LossHistory.from_lists(lists, 3)
+    saved = saved_rounds(replace(RoundState.fresh(3, 1, None), loss_history=history))
+    again = round_state(saved, 3).loss_history
     for name, tensor in vars(history).items():
         assert torch.equal(tensor, getattr(again, name)), name
-    for other in (LossHistory.from_lists({}, 3), LossHistory.from_lists(lists, 3 + 1)):
-        assert not other.accepted.any()
+    older = round_state(structs.replace(saved, loss_history={}), 3)
+    assert older.loss_history.accepted.tolist() == [0, 0, 0]
+    lists: Any = saved.loss_history
     for broken in ({**lists, "mean": [0.0]}, {**lists, "mean": None}, {"mean": [0.0] * 3}):
-        with pytest.raises((KeyError, TypeError, ValueError)):
-            LossHistory.from_lists(broken, 3)  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError, ValidationError)):
+            round_state(structs.replace(saved, loss_history=broken), 3)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
@@ -160,8 +163,6 @@ def test_clean_losses_are_rarely_rejected(num_replicas: int) -> None:
 
 def test_rejected_replica_is_left_out_of_all_units() -> None:
     """Catches a verdict that does not affect the weights, or a norm that enters the detector."""
-    penalty = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False, 0.0, loss_check=CONFIG)
-    rules = RoundRules(penalty, DIRECT_COPY, StepSchedule(0, 4, 1))
     state = RoundState.fresh(3, 2, None)
     for number in range(10):
         losses = [3.0 + 0.01 * (number % 2), 3.0, 9.0 if number == 9 else 3.0]
@@ -172,7 +173,7 @@ def test_rejected_replica_is_left_out_of_all_units() -> None:
             )
             for r, loss in enumerate(losses)
         ]
-        before, plan = state, plan_round(state, records, (0, 1), rules, is_last=False)
+        before, plan = state, plan_round(state, records, (0, 1), SETTINGS, is_last=False)
         state = plan.after
     assert plan.decision is not None
     assert plan.decision.verdict.anomalous.tolist() == [[False] * 2, [False, True], [True] * 2]

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_edit.method.detector import DetectorConfig, DetectorState, judge
-from megatron_edit.method.outer import clip_factor, weighted_contribution
+from megatron_edit.method.detector import DetectorState, judge
+from megatron_edit.method.outer import clip_factor, weighted_contribution_
+from megatron_edit.method.settings import Settings
 from megatron_edit.method.weights import replica_weights
 from tests.reference import oracle
 from tests.reference.oracle import OracleSettings
@@ -38,10 +39,10 @@ def assert_close(actual: Tensor | Array, expected: Array, *, slack: Array | floa
     assert np.all(same | (near & np.isfinite(got))), f"{got} is not {expected}"
 
 
-def config_of(options: OracleSettings) -> DetectorConfig:
+def config_of(options: OracleSettings) -> Settings:
     """Return the settings of the detector."""
-    names = [field.name for field in fields(DetectorConfig)]
-    return DetectorConfig(**{name: getattr(options, name) for name in names})
+    names = ("threshold", "alpha", "warmup_syncs", "patience")
+    return Settings(**{f"anomaly_{name}": getattr(options, name) for name in names})
 
 
 # --- detector ---------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def test_detector_accepts_lasting_change_of_norm() -> None:
 def test_detector_bound_is_strict() -> None:
     """Catches >= in place of >; both sides of the comparison are exact in binary."""
     # Mean 6 and sigma 2 after 4 and 8 (see the self-check of the oracle): bound 6.
-    config = DetectorConfig(threshold=3.0, alpha=0.5, warmup_syncs=2, patience=3)
+    config = config_of(OracleSettings(alpha=0.5, warmup_syncs=2))
     state = DetectorState.fresh(1, 2)
     for norm in (4.0, 8.0):
         _, state = judge(torch.full((1, 2), norm, dtype=torch.float64), state, config)
@@ -177,7 +178,7 @@ def test_disabled_detector_keeps_its_state() -> None:
     for _ in range(5):
         _, state = judge(torch.ones(1, 4, dtype=torch.float64), state, config)
     norms = torch.tensor([[1e9, math.nan, math.inf, 0.0]], dtype=torch.float64)
-    verdict, after = judge(norms, state, config, enabled=False)
+    verdict, after = judge(norms, state, replace(config, no_anomaly=True))
     assert verdict.anomalous.tolist() == [[False, True, True, False]]
     assert all(torch.equal(getattr(after, name), getattr(state, name)) for name in STATISTICS)
 
@@ -264,11 +265,11 @@ def test_clip_factor_matches_oracle(norms: list[float], max_norm: float | None) 
 def test_excluded_contribution_is_exactly_zero(size: int) -> None:
     """Catches 0 * inf and 0 * NaN: the zeros are selected, not computed."""
     for poison in (math.nan, math.inf, -math.inf, 1e30):
-        contribution = weighted_contribution(torch.full((size,), poison), 0.0)
+        contribution = weighted_contribution_(torch.full((size,), poison), 0.0)
         assert contribution.dtype == torch.float32
         assert torch.equal(contribution, torch.zeros(size))
     delta = torch.linspace(-1.0, 3.0, size)
-    contribution = weighted_contribution(delta, 0.3)
+    contribution = weighted_contribution_(delta.clone(), 0.3)
     expected = 0.3 * delta.double().numpy()
     np.testing.assert_allclose(contribution.double().numpy(), expected, rtol=1e-6, atol=0.0)
     assert torch.equal(delta, torch.linspace(-1.0, 3.0, size))

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from tests.reference.oracle import (
-    Array,
     DetectorOracle,
-    EditOracle,
     OracleSettings,
     clip_factor,
     median_of,
@@ -148,64 +146,6 @@ def test_clip_factor_equals_hand_computed_values() -> None:
     assert clip_factor(1e30, None) == 1.0
 
 
-def test_two_rounds_equal_hand_computed_values() -> None:
-    """Catches: heavy-ball in place of Nesterov, the old momentum in the step, a wrong sign."""
-    settings = OracleSettings(outer_lr=0.5, outer_momentum=0.5, max_norm=None, weighting=False)
-    oracle = EditOracle.start(2, [np.array([10.0])], settings)
-    oracle.theta[0][0] -= 1.0
-    oracle.theta[1][0] -= 3.0
-    record = oracle.sync()
-    # D = 1 and 3, average 2; b = 2; A = 10 - (2 + 2/2)/2 = 8.5.
-    assert record.norms.tolist() == [[1.0], [3.0]]
-    assert record.update_norm.tolist() == [2.0]
-    assert (oracle.momentum[0][0], oracle.anchor[0][0]) == (2.0, 8.5)
-    assert [float(oracle.theta[r][0][0]) for r in range(2)] == [8.5, 8.5]
-    for r in range(2):
-        oracle.theta[r][0] -= 1.0
-    oracle.sync()
-    # average 1; b = 2/2 + 1 = 2; A = 8.5 - (1 + 2/2)/2 = 7.5.
-    assert (oracle.momentum[0][0], oracle.anchor[0][0]) == (2.0, 7.5)
-
-
-def test_momentum_uses_clipped_average() -> None:
-    """Catches: a momentum that takes the average before it is clipped."""
-    settings = OracleSettings(outer_lr=1.0, outer_momentum=0.5, max_norm=2.5)
-    oracle = EditOracle.start(1, [np.array([0.0, 0.0])], settings)
-    oracle.theta[0][0] -= np.array([3.0, 4.0])
-    record = oracle.sync()
-    # norm 5, c = 2.5 / 5.000001; b = c D; A = -(1 + 1/2) c D.
-    factor = 2.5 / 5.000001
-    assert record.clip.tolist() == pytest.approx([factor], rel=1e-15)
-    assert oracle.momentum[0].tolist() == pytest.approx([3 * factor, 4 * factor], rel=1e-15)
-    assert oracle.anchor[0].tolist() == pytest.approx([-4.5 * factor, -6 * factor], rel=1e-15)
-
-
-def test_unit_without_accepted_replica_alone_is_rolled_back() -> None:
-    """Catches: momentum applied or decayed in a roll-back, and a roll-back of other units."""
-    settings = OracleSettings(outer_lr=1.0, outer_momentum=0.5)
-    oracle = EditOracle.start(2, [np.array([1.0]), np.array([1.0])], settings)
-    oracle.momentum[0][:] = 8.0
-    for r in range(2):
-        oracle.theta[r][0][:] = np.nan
-        oracle.theta[r][1] -= 1.0
-    record = oracle.sync()
-    assert record.rollback.tolist() == [True, False]
-    assert record.weights[:, 0].tolist() == [0.0, 0.0]
-    assert (oracle.anchor[0][0], oracle.momentum[0][0]) == (1.0, 8.0)
-    assert [float(oracle.theta[r][0][0]) for r in range(2)] == [1.0, 1.0]
-    # D = 1, b = 1, A = 1 - (1 + 1/2) = -0.5.
-    assert oracle.anchor[1][0] == -0.5
-
-
-def test_sync_of_one_replica_without_momentum_changes_nothing() -> None:
-    """Catches: an outer step that is not the identity at N = 1, nu = 1, mu_o = 0."""
-    settings = OracleSettings(outer_lr=1.0, outer_momentum=0.0, max_norm=None)
-    oracle = EditOracle.start(1, [np.array([1.0, 2.0])], settings)
-    oracle.theta[0][0] += np.array([0.25, -0.5])
-    oracle.sync()
-    assert oracle.anchor[0].tolist() == [1.25, 1.5]
-
-
 # ---- Hand-computed values of the strategy oracle: schedules, CO2, SlowMo, landings, ends
 
 
@@ -226,6 +166,48 @@ def state(simulation: Simulation) -> tuple[list[float], float, float]:
     """Parameters of all replicas, anchor and momentum of the unit."""
     thetas = [float(theta["u"][0]) for theta in simulation.theta]
     return thetas, float(simulation.anchor["u"][0]), float(simulation.momentum["u"][0])
+
+
+# ---- the outer step of a sync
+
+
+def plain(**more: Any) -> StrategySettings:
+    """EDiT that syncs at every step, with mu_o = 1/2."""
+    return settings_for("edit", **{"tau": 1, "outer_lr": 1.0, "outer_momentum": 0.5, **more})
+
+
+def test_two_rounds_equal_hand_computed_values() -> None:
+    """Catches: heavy-ball in place of Nesterov, the old momentum in the step, a wrong sign."""
+    settings = plain(outer_lr=0.5, penalty=NO_PENALTY)
+    # D = 1 and 3, average 2; b = 2; A = -(2 + 2/2)/2.
+    run = scalar_run(settings, [[-1.0, -3.0]])
+    assert state(run) == ([-1.5, -1.5], -1.5, 2.0)
+    assert run.records[-1].norms == (1.0, 3.0) and run.records[-1].update_norm == 2.0
+    # Average 1; b = 2/2 + 1; A = -1.5 - (1 + 2/2)/2.
+    run.step([{"u": np.array([-1.0])}] * 2)
+    assert state(run) == ([-2.5, -2.5], -2.5, 2.0)
+
+
+def test_momentum_uses_clipped_average() -> None:
+    """Catches: a momentum that takes the average before it is clipped."""
+    run = scalar_run(plain(penalty=OracleSettings(max_norm=2.5)), [[-5.0]])
+    # norm 5, c = 2.5 / 5.000001; b = c D; A = -(1 + 1/2) c D.
+    factor = 2.5 / 5.000001
+    assert run.records[-1].clip == pytest.approx(factor, rel=1e-15)
+    assert state(run)[1:] == pytest.approx((-7.5 * factor, 5 * factor), rel=1e-15)
+
+
+def test_unit_without_accepted_replica_is_rolled_back() -> None:
+    """Catches: momentum applied or decayed in a roll-back."""
+    before = state(scalar_run(plain(), [[-1.0, -1.0]]))
+    lost = scalar_run(plain(), [[-1.0, -1.0], [NAN, INF]])
+    assert state(lost) == before
+    assert lost.records[-1].rolled_back and lost.records[-1].weights == (0.0, 0.0)
+
+
+def test_sync_of_one_replica_without_momentum_changes_nothing() -> None:
+    """Catches: an outer step that is not the identity at N = 1, nu = 1, mu_o = 0."""
+    assert state(scalar_run(plain(outer_momentum=0.0), [[0.25], [-0.5]]))[:2] == ([-0.25], -0.25)
 
 
 # ---- schedules
@@ -479,48 +461,6 @@ def test_aedit_delay_counts_steps_of_each_replica() -> None:
     run.advance(1, {"u": np.array([-1.0])})
     run.meet([0])  # lands on replica 1 first: -3 - 1
     assert run.records[-1].norms == (2.0, 1.0)
-
-
-# ---- the oracle of one sync
-
-SIZES = {"embedding": 13, "layer.0": 7, "layer.1": 1, "layer.2": 5, "head": 3}
-
-
-def start_units(seed: int = 3) -> dict[str, Array]:
-    """Random parameters of odd sizes."""
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=size) for name, size in SIZES.items()}
-
-
-def moves(steps: int, replicas: int, seed: int = 4) -> list[list[dict[str, Array]]]:
-    """Random displacements, `[step][replica][unit]`."""
-    rng = np.random.default_rng(seed)
-    return [
-        [{n: rng.normal(size=size) * 0.1 for n, size in SIZES.items()} for _ in range(replicas)]
-        for _ in range(steps)
-    ]
-
-
-def test_plain_edit_equals_the_sync_oracle() -> None:
-    """Catches: a part of the penalty that is not applied: weights, clip, detectors, momentum."""
-    penalty = OracleSettings(warmup_syncs=2, threshold=1.5, max_norm=0.15)
-    simulation = Simulation.start(3, start_units(), settings_for("edit", tau=1, penalty=penalty))
-    plain = EditOracle.start(3, list(start_units().values()), penalty)
-    for displacements in moves(9, 3):
-        simulation.step(displacements)
-        for theta, move in zip(plain.theta, displacements, strict=True):
-            for u, name in enumerate(SIZES):
-                theta[u] = theta[u] + move[name]
-        expected = plain.sync()
-        ours = simulation.records[-len(SIZES) :]
-        assert [r.clip for r in ours] == expected.clip.tolist()
-        np.testing.assert_array_equal(np.array([r.weights for r in ours]).T, expected.weights)
-        np.testing.assert_array_equal(np.array([r.left_out for r in ours]).T, expected.anomalous)
-        for u, name in enumerate(SIZES):
-            np.testing.assert_array_equal(simulation.anchor[name], plain.anchor[u])
-            np.testing.assert_array_equal(simulation.momentum[name], plain.momentum[u])
-    assert any(any(r.left_out) for r in simulation.records)
-    assert any(r.clip < 1.0 for r in simulation.records)
 
 
 def test_default_penalty_of_each_strategy() -> None:

@@ -19,7 +19,7 @@ from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan, UnitShard
 from megatron_edit.engine.plan import Decision, SyncRules
 from megatron_edit.engine.rounds.meeting import average_shared_values
 from megatron_edit.engine.sync.averages import agree_on_average
-from megatron_edit.engine.sync.drift import differing_units, restore_other_units
+from megatron_edit.engine.sync.checks import differing_units, restore_other_units
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.method.detector import Verdict

@@ -7,7 +7,7 @@ any dtype are converted to float64.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class OracleSettings:
-    """The settings of the penalty and of the outer step, with the defaults of the method.
+    """The settings of the penalty, with the defaults of the method.
 
     Attributes:
         threshold: delta, in standard deviations.
@@ -30,8 +30,6 @@ class OracleSettings:
         patience: finite rejections in a row after which the next finite norm is accepted.
         temperature: T of the weights; None is `auto`, the median of the accepted norms.
         max_norm: phi of the clip; None is off.
-        outer_lr: nu.
-        outer_momentum: mu_o.
         anomaly_elimination: if off, only non-finite norms are left out, and statistics are frozen.
         weighting: if off, all accepted replicas have the same weight.
     """
@@ -42,8 +40,6 @@ class OracleSettings:
     patience: int = 3
     temperature: float | None = None
     max_norm: float | None = 10.0
-    outer_lr: float = 0.8
-    outer_momentum: float = 0.85
     anomaly_elimination: bool = True
     weighting: bool = True
 
@@ -229,119 +225,6 @@ def norm_of(delta: Array) -> float:
     """Return the Euclidean norm; NaN and inf propagate."""
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.sqrt(np.sum(delta * delta)))
-
-
-@dataclass(frozen=True)
-class SyncRecord:
-    """The record of one sync.
-
-    Attributes:
-        norms: [N, U], norms of the pseudo-gradients.
-        scores: [N, U], z; NaN where there was no test.
-        anomalous: [N, U].
-        weights: [N, U].
-        update_norm: [U], norm of the average before the clip; 0 where rolled back.
-        clip: [U], clip factor; 1 where rolled back.
-        rollback: [U], all replicas were anomalous.
-        closeness: smallest relative distance of a tested norm to its bound. If it is near 0,
-            rounding decides, and implementations cannot be compared.
-    """
-
-    norms: Array
-    scores: Array
-    anomalous: BoolArray
-    weights: Array
-    update_norm: Array
-    clip: Array
-    rollback: BoolArray
-    closeness: float = math.inf
-
-
-@dataclass
-class EditOracle:
-    """All replicas of one run after the switch. Add displacements to `theta`, then call `sync`.
-
-    Attributes:
-        settings: settings of the method.
-        theta: parameters, theta[r][u] for replica r and unit u.
-        anchor: parameters after the last sync, one array per unit.
-        momentum: outer momentum, one array per unit.
-        detectors: detectors[r][u].
-    """
-
-    settings: OracleSettings
-    theta: list[list[Array]]
-    anchor: list[Array]
-    momentum: list[Array]
-    detectors: list[list[DetectorOracle]] = field(default_factory=list)
-
-    @classmethod
-    def start(
-        cls, num_replicas: int, parameters: Sequence[NDArray[np.floating]], settings: OracleSettings
-    ) -> "EditOracle":
-        """Return the state right after the switch: identical replicas and zero momentum."""
-        units = [np.array(p, dtype=np.float64) for p in parameters]
-        return cls(
-            settings=settings,
-            theta=[[unit.copy() for unit in units] for _ in range(num_replicas)],
-            anchor=[unit.copy() for unit in units],
-            momentum=[np.zeros_like(unit) for unit in units],
-            detectors=[[DetectorOracle(settings) for _ in units] for _ in range(num_replicas)],
-        )
-
-    def sync(self) -> SyncRecord:
-        """Sync all units; afterwards every replica has the new anchor."""
-        num_replicas, num_units = len(self.theta), len(self.anchor)
-        deltas = [
-            [self.anchor[u] - self.theta[r][u] for u in range(num_units)]
-            for r in range(num_replicas)
-        ]
-        norms = np.array([[norm_of(delta) for delta in row] for row in deltas])
-        scores, anomalous, closeness = self._judge(norms)
-        weights = weight_table(
-            norms,
-            anomalous,
-            temperature=self.settings.temperature,
-            uniform=not self.settings.weighting,
-        )
-        update_norm, clip = np.zeros(num_units), np.ones(num_units)
-        rollback = anomalous.all(axis=0)
-        for u in range(num_units):
-            if not rollback[u]:
-                column = [deltas[r][u] for r in range(num_replicas)]
-                update_norm[u], clip[u] = self._step(u, column, weights[:, u], anomalous[:, u])
-            for r in range(num_replicas):
-                self.theta[r][u] = self.anchor[u].copy()
-        return SyncRecord(norms, scores, anomalous, weights, update_norm, clip, rollback, closeness)
-
-    def _judge(self, norms: Array) -> tuple[Array, BoolArray, float]:
-        scores = np.full(norms.shape, np.nan)
-        anomalous = ~np.isfinite(norms)
-        closeness = math.inf
-        if not self.settings.anomaly_elimination:
-            return scores, anomalous, closeness
-        for r, row in enumerate(self.detectors):
-            for u, detector in enumerate(row):
-                judgement = detector.observe(float(norms[r, u]))
-                scores[r, u] = judgement.score
-                anomalous[r, u] = judgement.anomalous
-                closeness = min(closeness, closeness_of(judgement))
-        return scores, anomalous, closeness
-
-    def _step(
-        self, unit: int, deltas: list[Array], weights: Array, anomalous: BoolArray
-    ) -> tuple[float, float]:
-        average = weighted_average(deltas, weights.tolist(), anomalous.tolist())
-        update_norm = norm_of(average)
-        clip = clip_factor(update_norm, self.settings.max_norm)
-        self.anchor[unit], self.momentum[unit] = nesterov(
-            self.anchor[unit],
-            self.momentum[unit],
-            clip * average,
-            lr=self.settings.outer_lr,
-            momentum_coefficient=self.settings.outer_momentum,
-        )
-        return update_norm, clip
 
 
 def closeness_of(judgement: Judgement) -> float:

@@ -32,7 +32,7 @@ class StrategySettings:
         mix: weight of the replica's own parameters at a landing.
         outer_lr: nu of Nesterov, alpha of SlowMo and CO2.
         outer_momentum: mu_o of Nesterov, beta of SlowMo and CO2.
-        penalty: detectors, weights and clip; its outer_lr and outer_momentum are not read.
+        penalty: detectors, weights and clip.
         co2_gap: Lambda, a constant.
         co2_clip: phi_m, the bound of every element of CO2's momentum; None is off.
         rho: weight of the step counts in the weights of `a-edit`.

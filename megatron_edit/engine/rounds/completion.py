@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
+from megatron_edit.engine.host import EngineGroups, Host, Reporter
 from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import Decision, RoundPlan, SyncPlan, SyncRules, decide
 from megatron_edit.engine.rounds.meeting import average_shared_values, shared_values
 from megatron_edit.engine.rounds.trigger import SyncTrigger
 from megatron_edit.engine.saved import PendingState
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
 from megatron_edit.engine.sync.syncs import DelayedSync, SyncContext
@@ -68,7 +69,7 @@ class Completion:
         """
         norms, buffers = self._gather()
         units = range(len(self.host.plan.names))
-        decision, learned = decide(norms, detectors, self.settings.penalty, self.saved.steps, units)
+        decision, learned = decide(norms, detectors, self.settings.used, self.saved.steps, units)
         averages = self._average(decision)
         own = self.saved.inner_state_of
         self._load(own)

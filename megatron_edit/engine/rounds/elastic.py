@@ -12,29 +12,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.elastic.copies import CopyHeader, CopyMovedError, fetch
 from megatron_edit.elastic.messages import Heal, Ready
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
+from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import RoundPlan, RoundState, plan_round
 from megatron_edit.engine.rounds.completion import Outcomes
 from megatron_edit.engine.rounds.meeting import Meetings
 from megatron_edit.engine.rounds.trigger import MeetingPlan
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.shared_state import (
     COUNTERS,
+    CopiedState,
     SharedState,
     moment_sizes,
     moments_of,
-    rounds_from_json,
+    round_state,
     set_moments,
     tensors_of,
     writer_to,
 )
 from megatron_edit.engine.state import RunState
-from megatron_edit.engine.sync.drift import plan_digest, replica_digests
+from megatron_edit.engine.sync.checks import plan_digest, replica_digests
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import CheckedSync
@@ -139,7 +142,7 @@ class RoundAttempt:
             self._before,
             rounds.meetings.unpack(rows),
             selection.indices,
-            rounds.settings.round_rules,
+            rounds.settings,
             is_last=self._is_last,
         )
         if self.plan.decision is None:
@@ -316,14 +319,15 @@ class ElasticRounds:
         units, _ = replica_digests(plan, self.groups, outer.digests(plan.shards))
         if (found := "-".join(map(as_hex, units))) != digest:
             return False
-        about = json.loads(header.about)
-        set_moments(self.host, self._moments, about["counters"])
+        about = msgspec.convert(json.loads(header.about), CopiedState)
+        set_moments(self.host, self._moments, about.counters)
         self.syncs.begin(outer)
         self.syncs.set_parameters_to_anchor()
-        rounds = rounds_from_json(about["rounds"])
+        rounds = round_state(about.rounds, len(about.assigned_to))
+        rounds = replace(rounds, assigned_to=about.assigned_to)
         assert rounds.assignment is not None, "rounds without assigned blocks"
         consumed, self.digest = rounds.assignment.num_consumed, found
-        self.host.join_local(consumed, about["common"], is_over=rounds.assignment.is_over)
+        self.host.join_local(consumed, about.common, is_over=rounds.assignment.is_over)
         self.state.join(rounds, self.settings.schedule.warmup_steps or 0)
         self._publish()
         return True

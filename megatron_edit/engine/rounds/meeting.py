@@ -42,34 +42,19 @@ class Meetings:
     has_digests: bool
     poll_exchanges: Callable[[], bool]
 
-    def exchange_records(
-        self,
-        norms: Mapping[int, float] | None = None,
-        digests: Mapping[int, float] | None = None,
-        *,
-        round_loss: float = math.nan,
-        exposed: float = math.nan,
-        is_stopping: bool = False,
-    ) -> list[ControlRecord]:
+    def exchange_records(self, mine: Tensor | None = None) -> list[ControlRecord]:
         """Exchange control records with the other replicas.
 
         Collective: the sync group.
 
         Args:
-            norms: of the units that are to sync, by position.
-            digests: of those of them whose landing was delayed, by position.
-            round_loss: mean loss of the replica since the last meeting.
-            exposed: see `ControlRecord`.
-            is_stopping: whether this replica stops on request.
+            mine: the record of this replica, from `pack`; None is one without units.
 
         Returns:
             The records by replica. If one of them is stopping, no sync follows.
         """
         with record_function("edit/meeting"):
-            mine = self.pack(
-                norms, digests, round_loss=round_loss, exposed=exposed, is_stopping=is_stopping
-            )
-            return self.unpack(self.gather(mine))
+            return self.unpack(self.gather(self.pack() if mine is None else mine))
 
     def pack(
         self,
@@ -80,7 +65,15 @@ class Meetings:
         exposed: float = math.nan,
         is_stopping: bool = False,
     ) -> Tensor:
-        """The record of this replica; see `exchange_records`."""
+        """The record of this replica.
+
+        Args:
+            norms: of the units that are to sync, by position.
+            digests: of those of them whose landing was delayed, by position.
+            round_loss: mean loss of the replica since the last meeting.
+            exposed: see `ControlRecord`.
+            is_stopping: whether this replica stops on request.
+        """
         state, units = self.state, len(self.host.plan.names)
         mine = state.record(
             self.host.progress(),

@@ -19,7 +19,7 @@ from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.compressed_all_reduce import Addend, Residual
 from megatron_edit.comm.wire import Wire, start_exchange
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
-from megatron_edit.engine.sync import drift
+from megatron_edit.engine.sync import checks
 from megatron_edit.engine.sync.averages import tie_copies
 from megatron_edit.engine.units import UnitShard
 from megatron_edit.errors import DriftError
@@ -60,7 +60,7 @@ def check_identical(host: Host, groups: EngineGroups, when: str) -> None:
     Raises:
         DriftError: they differ; the message names a unit.
     """
-    drift.check(host.plan, groups, drift.plan_digests(host.plan), when)
+    checks.check(host.plan, groups, checks.plan_digests(host.plan), when)
 
 
 def broadcast_if_different(
@@ -76,7 +76,7 @@ def broadcast_if_different(
     Raises:
         DriftError: rounding does not explain the difference; the message names a unit.
     """
-    if not drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:
+    if not checks.differing_units(host.plan, groups, checks.plan_digests(host.plan))[0]:
         return
     excess, difference, bound, unit = _worst_difference(host, groups, steps)
     if excess > 1:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_edit.engine.host import EngineSettings, Host, TimedRounds
+from megatron_edit.engine.host import Host
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.units import FragmentPlan, Selection
 from megatron_edit.method.ledger import BlockAssignment
@@ -126,12 +127,12 @@ class ClockTrigger:
 
     Attributes:
         fragments: units by fragment.
-        rounds: when a round ends, and the blocks of samples to consume.
+        settings: when a round ends, and how many blocks of samples there are.
         state: of the run; it has the data ledger.
     """
 
     fragments: FragmentPlan
-    rounds: TimedRounds
+    settings: EngineSettings
     host: Host
     state: RunState
 
@@ -147,7 +148,7 @@ class ClockTrigger:
         that loads more steps than its target is over."""
         replicas = self.assignment.num_replicas
         consumed = self.state.step * replicas
-        target = max(self.rounds.target, consumed)
+        target = max(self.settings.target_blocks, consumed)
         self.state.assign_blocks(BlockAssignment(replicas, target, consumed))
 
     def begin_rounds(self) -> None:
@@ -161,8 +162,8 @@ class ClockTrigger:
         clock does not end it."""
         steps = self.state.inner_steps + 1
         is_due = is_requested and not self.assignment.is_final
-        if self.rounds.steps is not None:
-            is_due = steps >= self.rounds.steps
+        if not self.settings.is_timed:
+            is_due = steps >= self.settings.used.sync_interval
         if is_due or self.state.block(steps) is None:
             return self.next_meeting()
         return None
@@ -193,7 +194,7 @@ def create_trigger(settings: EngineSettings, host: Host, state: RunState) -> Syn
     Raises:
         UsageError: there are more fragments than units.
     """
-    fragments = FragmentPlan.of(host.plan, settings.schedule.fragments)
-    if (timed := settings.timed) is None:
-        return StepTrigger(settings.schedule, fragments, host, state)
-    return ClockTrigger(fragments, timed, host, state)
+    fragments = FragmentPlan.of(host.plan, settings.used.fragments)
+    if settings.assigns_blocks:
+        return ClockTrigger(fragments, settings, host, state)
+    return StepTrigger(settings.schedule, fragments, host, state)

@@ -1,1 +1,1 @@
-"""Syncs: outer state, the sync of each unit, syncs under way, landing, drift and reports."""
+"""Syncs: outer state, the sync of each unit, syncs under way, landing, checks and reports."""

@@ -29,10 +29,11 @@ from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.control import DelayedVote
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.constants import FP32_BYTES
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
+from megatron_edit.engine.host import EngineGroups, Host, Reporter
 from megatron_edit.engine.plan import RoundPlan, SyncPlan
 from megatron_edit.engine.saved import PendingState
-from megatron_edit.engine.sync.drift import (
+from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.sync.checks import (
     check_before_commit,
     plan_digest,
     restore_other_units,
@@ -96,7 +97,7 @@ class SyncManager:
         if not landing.is_immediate:
             fragments: dict[int, list[int]] = {}
             for shard in self._host.plan.shards:
-                number = shard.index % self._settings.schedule.fragments
+                number = shard.index % self._settings.used.fragments
                 fragments.setdefault(number, []).extend([shard.numel] * kept)
             largest = max(fragments.values(), key=sum, default=[])
             del [torch.empty(numel, device=device) for numel in largest][:]
@@ -111,7 +112,7 @@ class SyncManager:
         return OuterState.allocate(
             self._host.plan,
             groups.sync.device,
-            offload=settings.offload,
+            offload=settings.used.offload,
             wire=settings.wire,
             num_replicas=groups.sync.size,
             streams=groups.sync.streams,

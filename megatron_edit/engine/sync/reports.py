@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.wire import Wire, moment_bytes, sent_bytes
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter, SyncReport
+from megatron_edit.engine.host import EngineGroups, Reporter, SyncReport
 from megatron_edit.engine.plan import SyncPlan
-from megatron_edit.engine.sync import drift
+from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.sync import checks
 from megatron_edit.engine.sync.syncs import Sync
 from megatron_edit.engine.units import UnitPlan
 
@@ -139,10 +140,10 @@ class SyncReports:
             sync.digests.update(sync.outer_digests())
         if plan.rules.landing.is_immediate:
             when = f"after the sync of round {plan.round}"
-            return drift.check(sync.units, self.groups, sync.digests, when)
-        digests, digest = drift.replica_digests(sync.units, self.groups, sync.digests)
+            return checks.check(sync.units, self.groups, sync.digests, when)
+        digests, digest = checks.replica_digests(sync.units, self.groups, sync.digests)
         for index, value in zip(plan.selection.indices, digests, strict=True):
-            self.late_digests[index] = drift.as_number(value)
+            self.late_digests[index] = checks.as_number(value)
         return digest
 
     def _over_stages(self, values: Tensor) -> Tensor:

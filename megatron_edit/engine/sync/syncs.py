@@ -24,10 +24,11 @@ from torch.profiler import record_function
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.streams import Mark, Span
 from megatron_edit.comm.wire import Wire, progress_exchanges, start_exchange
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
+from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
 from megatron_edit.engine.saved import PendingState
-from megatron_edit.engine.sync.drift import finite_units, is_finite_on_all_stages
+from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.sync.checks import finite_units, is_finite_on_all_stages
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync, naming_unit

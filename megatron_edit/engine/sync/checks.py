@@ -166,7 +166,7 @@ def zero_nonfinite_moments(host: Host, shard: UnitShard, reporter: Reporter) -> 
 # ---- Check before a sync is applied: all replicas have the same plan, and will get the same
 # anchor
 #
-# The drift check (`drift`) finds a difference after it has landed. This check finds it before
+# The drift check (`check`) finds a difference after it has landed. This check finds it before
 # parameters, anchor, momentum and the state of the rounds change, so that they are still good.
 
 
