@@ -137,8 +137,7 @@ def assigned_loader(
         return loader
     if not is_assigned:
         return with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
-    timed = engine.settings.timed
-    is_counted = timed is not None and timed.steps is not None
+    is_counted = engine.settings.assigns_blocks and not engine.settings.is_timed
     share = _share_of(host.arguments, num_replicas if is_counted else 1)
     sampler = AssignedSampler(engine, share, order)
     return AssignedLoader(with_sampler(loader, sampler), engine)

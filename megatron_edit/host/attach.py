@@ -69,6 +69,7 @@ class Attachment:
 
     Attributes:
         placement: placement of this process, once known; None in a stock run.
+        sync_mode: resolved `--edit-sync-mode`, once Megatron validates; None in a stock run.
     """
 
     def __init__(self, config: EditConfig, device: torch.device) -> None:
@@ -85,6 +86,7 @@ class Attachment:
         self._forks: ForkWatch | None = None
         self._telemetry: TelemetryControl | None = None
         self.placement: Placement | None = None
+        self.sync_mode: str | None = None
 
     def attach(self) -> None:
         """Import and patch Megatron.
@@ -202,12 +204,16 @@ class Attachment:
         Raises:
             UsageError: it did not, so that the replicas silently trained without any sync.
         """
-        if self._loop is not None and self._loop.engine is None:
+        if self.placement is not None and not self._has_trained:
             raise UsageError(
                 USE_EDIT,
                 "the script did not train through megatron.training.pretrain",
                 "use a script like pretrain_gpt.py, or drop --use-edit",
             )
+
+    @property
+    def _has_trained(self) -> bool:
+        return self._loop is not None and self._loop.engine is not None
 
     def _attach_edit(self, placement: Placement) -> None:
         from megatron_edit.host import data
@@ -267,12 +273,11 @@ class Attachment:
             self._args = args
             self._before_validation(args)
             with self._command_line.as_usage_errors(args):
-                if self._world is None:
+                if self.placement is None:
                     return validate(args, *rest, **kwargs)
                 from megatron_edit.host.arguments import check_validated, validate_as_one_job
 
-                placement = self._world.placement
-                validate_as_one_job(args, placement, lambda: validate(args, *rest, **kwargs))
+                validate_as_one_job(args, self.placement, lambda: validate(args, *rest, **kwargs))
             check_validated(args)
             return None
 
@@ -281,22 +286,25 @@ class Attachment:
     def _before_validation(self, args: Namespace) -> None:
         from megatron_edit.host import arguments, elastic
 
-        world = self._world
-        if world is not None:  # before the defaults of a CPU run replace flags
-            arguments.check_arguments(args, world.placement, self._config)
-            arguments.resolve_sync_mode(self._config, args)
+        placement, world = self.placement, self._world
+        if placement is not None:  # before the defaults of a CPU run replace flags
+            arguments.check_arguments(args, placement, self._config)
+            self.sync_mode = arguments.resolve_sync_mode(self._config, args)
         if self._device.type == "cpu":
             changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults(args.optimizer))
             if changed and args.rank == 0:
                 say(f"CPU run: set {', '.join(changed)}")
-        if world is None:
+        if placement is None or world is None:
             return
-        placement = world.placement
         arguments.record_settings(args, self._config, placement)
         arguments.separate_outputs(args, placement, self._config.replica_name)
         has_reruns = arguments.disable_reruns(args)
         if placement.global_rank == 0:
-            _log_sync_mode(self._config, placement, args)
+            say(
+                f"strategy {self._config.strategy}: {placement.num_replicas} replicas x "
+                f"{placement.ranks_per_replica} ranks, sync mode {self.sync_mode} "
+                f"(--edit-sync-mode {self._config.sync_mode})"
+            )
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
@@ -316,17 +324,6 @@ class Attachment:
             check_on_all_ranks(
                 world, "save/checked", lambda: check_folder("--save", args.save), what="--save"
             )
-
-
-def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) -> None:
-    from megatron_edit.host.arguments import resolve_sync_mode
-
-    mode = resolve_sync_mode(config, args)
-    say(
-        f"strategy {config.strategy}: {placement.num_replicas} replicas x "
-        f"{placement.ranks_per_replica} ranks, sync mode {mode} (--edit-sync-mode "
-        f"{config.sync_mode})"
-    )
 
 
 def _check_shared_hosts(world: ReplicaWorld, args: Namespace) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import CPU
+from megatron_edit.constants import AUTO, CPU
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, flag
+from megatron_edit.flags import flag
 
 ROOT = Path("/")
 # Files by which drivers show their GPUs, and the variables by which a user hides them.

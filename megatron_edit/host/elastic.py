@@ -15,11 +15,18 @@ import torch
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.hub_store import EpochGroup, HubStore, check_torch
 from megatron_edit.comm.interfaces import GLOO_INTERFACE, route_address
+from megatron_edit.comm.wire import num_phases_of
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import MIN_TIMEOUT_SECONDS, RESET
-from megatron_edit.elastic.agent import CONNECT_SECONDS, Agent, HubAddress, query
-from megatron_edit.elastic.channel import ChannelError, read_token
+from megatron_edit.elastic.agent import Agent, query
+from megatron_edit.elastic.channel import (
+    CONNECT_SECONDS,
+    ChannelError,
+    HubAddress,
+    read_token,
+    tls_context,
+)
 from megatron_edit.elastic.copies import CopyServer
 from megatron_edit.elastic.messages import Hello
 from megatron_edit.elastic.store import StoreClient
@@ -28,7 +35,6 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import endpoint_text, flag, parse_endpoint
 from megatron_edit.host.agreement import comparable_settings
 from megatron_edit.host.checkpoint.loading import StartingPoint
-from megatron_edit.host.settings import num_phases_of
 from megatron_edit.observe.console import say
 
 FORM_TIMEOUT = timedelta(seconds=15)
@@ -43,10 +49,12 @@ def hub_of(config: EditConfig) -> HubAddress:
     """Return the hub's address, with the token.
 
     Raises:
-        UsageError: the token cannot be read, or is missing for a hub on another machine.
+        UsageError: the token cannot be read, or this machine cannot use TLS with it.
     """
     host, port = parse_endpoint(config.hub or "")
-    return HubAddress(host, port, read_token(flag("hub_token_file"), config.hub_token_file))
+    token = read_token(flag("hub_token_file"), config.hub_token_file)
+    tls_context(token, is_server=False)
+    return HubAddress(host, port, token)
 
 
 def check_hub(world: ReplicaWorld, config: EditConfig) -> None:

@@ -24,13 +24,12 @@ from megatron_edit.comm.transport import (
     choose_net,
     stand_alone_group,
 )
-from megatron_edit.comm.wire import NUM_PHASES
+from megatron_edit.comm.wire import NUM_PHASES, num_phases_of
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import GLOO
 from megatron_edit.engine import TIED_EMBEDDING, ElasticParts, EngineGroups
 from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP
-from megatron_edit.host.settings import num_phases_of
 from megatron_edit.observe.console import say
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # a variable of NCCL

@@ -15,6 +15,8 @@ from megatron_edit.checkpoint.files import REMEDY, check_sizes
 from megatron_edit.checkpoint.folder import FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import OVERLAP
+from megatron_edit.engine import EngineSettings
 from megatron_edit.errors import UsageError
 from megatron_edit.host.batch_stages import check_stages, num_iterations
 from megatron_edit.host.checkpoint.choosing import (
@@ -34,7 +36,6 @@ from megatron_edit.host.checkpoint.refusals import (
     parameters_only,
 )
 from megatron_edit.host.seams.patching import Patcher
-from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.schedule import last_local
 
 STRICT = "assume_ok_unexpected"  # Megatron's default of --dist-ckpt-strictness
@@ -111,7 +112,7 @@ def _check_resume(
     )
     plan = checked_plan(path, manifest, run, config.warmup_steps)
     last = last_local(iterations, config.final_sync_fraction)
-    settings = engine_settings(config, sync_mode, iterations * run.num_replicas, last)
+    settings = EngineSettings(config, sync_mode == OVERLAP, iterations * run.num_replicas, last)
     check_schedule(path, manifest, plan, settings.schedule)
     check_samples(path, plan, args)
     check_pending(path, manifest, plan, settings)

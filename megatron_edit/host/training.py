@@ -31,7 +31,13 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import OVERLAP
-from megatron_edit.engine import TIED_EMBEDDING, EditEngine, ElasticParts, EngineGroups
+from megatron_edit.engine import (
+    TIED_EMBEDDING,
+    EditEngine,
+    ElasticParts,
+    EngineGroups,
+    EngineSettings,
+)
 from megatron_edit.errors import INTERRUPTED, SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader, full_loader, split_of
@@ -66,7 +72,6 @@ from megatron_edit.host.seams.megatron import (
     StepResult,
 )
 from megatron_edit.host.seams.patching import Call, HookCalls, Patcher, handled_by
-from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_after_training
 from megatron_edit.host.telemetry import TelemetryControl
 from megatron_edit.observe.console import say
@@ -317,8 +322,11 @@ class TrainingLoop:
             groups = replace(groups, ties=kept)
         self._print_phase_warning(args, host.counters.last_local_iteration)
         engine = EditEngine(
-            engine_settings(
-                self._config, mode, host.counters.target_blocks, host.counters.last_local_step
+            EngineSettings(
+                self._config,
+                mode == OVERLAP,
+                host.counters.target_blocks,
+                host.counters.last_local_step,
             ),
             host,
             groups,

@@ -26,16 +26,13 @@ from megatron_edit.engine import TIED_EMBEDDING
 from megatron_edit.errors import HostVersionError, UsageError
 from megatron_edit.host import metrics
 from megatron_edit.host.arguments import check_arguments, validate_as_one_job
-from megatron_edit.host.assigned_data import AssignedSampler, Share
 from megatron_edit.host.checkpoint.choosing import check_same_model, model_of
 from megatron_edit.host.checkpoint.param_groups import resumed_groups
-from megatron_edit.host.cpu import Snapshots
 from megatron_edit.host.metrics import SafeWriter, reopen_writer
 from megatron_edit.host.model.moments import zero_nonfinite
 from megatron_edit.host.overlap import keep_sends_asynchronous
 from megatron_edit.host.seams.patching import CHECKED_STEPS, HookCalls, Patcher
 from megatron_edit.host.seams.probes import Probe, _check, megatron_version
-from megatron_edit.method.ledger import BlockAssignment, SampleOrder
 from megatron_edit.versions import OLDEST_TORCH, check_torch
 from tests.harness.disk import fill_disk
 from tests.harness.launch import REPOSITORY
@@ -126,20 +123,6 @@ def test_copies_are_counted_once_in_norms(rank: int, monkeypatch: pytest.MonkeyP
     assert [shard.is_counted for shard in shards] == [rank == 0, True, rank == 1, False, False]
 
 
-def test_resumed_round_continues_with_its_blocks() -> None:
-    """Catches a sampler that restarts the round, or reads blocks of another replica."""
-    assignment, order = BlockAssignment(2, 5), SampleOrder(4)
-    status = anything(
-        block=lambda step: assignment.block(1, step), inner_steps=1, assignment_epoch=0
-    )
-    engine: Any = anything(status=status)
-    share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
-    sampler = AssignedSampler(engine, share, order)
-    assert list(sampler) == [[4 + 6, 4 + 7]]  # its blocks are 1 and 3; 1 is done
-    engine.status.inner_steps = 0
-    assert list(sampler) == [[6, 7], [10, 11]]
-
-
 @pytest.mark.parametrize("sft", [False, True])
 def test_evaluation_counts_what_its_losses_are_means_of(
     monkeypatch: pytest.MonkeyPatch, sft: bool
@@ -167,16 +150,6 @@ def test_missing_megatron_parameter_is_an_error() -> None:
         _check(Probe("megatron_edit.flags", "format_value", ("value", "gone")))
     with pytest.raises(HostVersionError, match="gone is missing"):
         _check(Probe("megatron_edit.flags", "gone"))
-
-
-def test_save_writes_a_copy_of_host_tensors() -> None:
-    """Training changes the tensors before they are written."""
-    weights = torch.arange(6.0).view(2, 3)
-    planner: Any = Snapshots(anything(resolve_data=lambda item: weights if item else b"bytes"))
-    kept = planner.resolve_data(True)
-    weights.zero_()
-    assert kept.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert planner.resolve_data(False) == b"bytes"
 
 
 def test_world_size_is_global_only_during_validation() -> None:
@@ -274,12 +247,6 @@ def made(*hooks: str) -> HookCalls:
     return calls
 
 
-def test_all_calls_in_order_are_accepted() -> None:
-    """Would catch an error in a training in which nothing is wrong."""
-    calls = made(*HOOKS * 5)
-    calls.check_end(5)
-
-
 @pytest.mark.parametrize("missing", HOOKS)
 def test_missing_hook_is_named_before_the_third_step(missing: str) -> None:
     """Would catch a hook that is never called, wherever it is in a step."""
@@ -362,9 +329,6 @@ def test_group_that_the_checkpoint_lacks_is_refused() -> None:
     """`--decoupled-lr` given anew."""
     with pytest.raises(UsageError, match="--decoupled-lr"):
         resumed_groups(groups(*NEW), groups(*OLD)[:2], flags(override_opt_param_scheduler=True))
-
-
-SAVED = ["ending", ("save", 8, "model")]
 
 
 # ---- Versions of torch that are accepted, and the version of Megatron that is shown

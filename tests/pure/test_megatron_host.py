@@ -77,48 +77,10 @@ def test_error_of_an_update_is_that_of_its_coarsest_type(
     assert host.update_error == 2 * error
 
 
-def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:
+def step(host: MegatronHost, iteration: int) -> None:
     """Count one iteration of Megatron, from 1; its schedule advances afterwards."""
     host.arguments.curr_iteration = iteration - 1
-    host.counters.count_step(was_applied=was_applied)
-
-
-def test_skipped_step_has_no_pending_schedule(host: MegatronHost) -> None:
-    """After an fp16 overflow samples are consumed. Catches a pending schedule that is too far."""
-    step(host, 1)
-    assert (host.progress().samples, host.progress().pending_schedule) == (4, 8)
-    step(host, 2, was_applied=False)
-    assert (host.progress().samples, host.progress().pending_schedule) == (8, 0)
-
-
-def test_schedule_advances_by_the_replicas_that_are_there(host: MegatronHost) -> None:
-    """Megatron adds the nominal batch, of two replicas, after each step. Catches a learning rate
-    that moves as if all nominal replicas took part."""
-    host.arguments.global_batch_size = 8
-    host.begin_local(is_over=False)
-    scheduler = host.counters._scheduler
-    step(host, 1)
-    scheduler.num_steps += 8
-    host.end_round(4, num_replicas=1, is_over=False, next_meeting_without_step=False)
-    before = int(scheduler.num_steps)
-    step(host, 2)
-    assert int(scheduler.num_steps) + 8 == before + 4
-
-
-def test_skipped_iterations_consume_their_samples(host: MegatronHost) -> None:
-    """Without a step; the last step is the one after which only skipped iterations follow."""
-    host.arguments.iterations_to_skip = [2, 3, 6]
-    step(host, 1)
-    assert not host.progress().is_last_step
-    step(host, 4)
-    assert host.progress().samples == 16 and not host.progress().is_last_step
-    step(host, 5)
-    assert host.progress().samples == 20 and host.progress().is_last_step
-    assert [host.counters.iteration_of(number, 5, 3) for number in (1, 2, 3)] == [1, 4, 5]
-    host.arguments.iterations_to_skip = []
-    assert not host.progress().is_last_step
-    step(host, 6)
-    assert host.progress().is_last_step
+    host.counters.count_step(was_applied=True)
 
 
 def test_inner_lr_and_next_lr_follow_schedule(host: MegatronHost) -> None:
@@ -145,30 +107,3 @@ def test_pending_schedule_is_not_counted_twice(host: MegatronHost) -> None:
     assert (progress.schedule_position, progress.pending_schedule) == (32, 8)
     step(host, 1)
     assert host.progress().schedule_position == 40
-
-
-@pytest.mark.parametrize("was_applied", [True, False])
-@pytest.mark.parametrize("lands_in_forward", [True, False])
-def test_deferred_gather_runs_once(
-    host: MegatronHost, monkeypatch: pytest.MonkeyPatch, was_applied: bool, lands_in_forward: bool
-) -> None:
-    """The engine gathers only if the step deferred the gather and the forward pass does not do it.
-
-    Catches a gather at every step, after a step that fp16 skipped, or one that never happens.
-    """
-    gathered: list[bool] = []
-    handles = {1: "handle"} if lands_in_forward else {}
-    chunk = anything(
-        ddp_config=anything(use_distributed_optimizer=True),
-        remove_forward_pre_hook_handles=handles,
-        start_param_sync=lambda *, force_sync: gathered.append(force_sync),
-    )  # fmt: skip
-    timer = anything(start=lambda: None, stop=lambda: None)
-    monkeypatch.setattr("megatron.training.get_timers", lambda: lambda name, log_level: timer)
-    monkeypatch.setattr(host, "_model", [chunk])
-    for defers in (False, True):
-        host.attempt_step(lambda: (was_applied, 1.0, None), defers_gather=defers)
-        assert host.awaits_gather == (defers and was_applied and not lands_in_forward)
-        host.gather_parameters()
-        assert not host.awaits_gather
-    assert gathered == [True, True]

@@ -40,7 +40,7 @@ class RunProgress:
     @property
     def is_timed(self) -> bool:
         """Whether replicas run at their own speeds."""
-        return self.engine.settings.timed is not None
+        return self.engine.settings.assigns_blocks
 
     @property
     def samples(self) -> int:

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_edit.comm.placement import place
 from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.config import EditConfig, phase_warning
-from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
+from megatron_edit.constants import CPU, OVERLAP
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, USE_EDIT, flag, parse_endpoint
-from megatron_edit.method.schedule import last_local
+from megatron_edit.flags import flag
+from megatron_edit.method.schedule import last_local, schedule_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import words
 from megatron_edit.tools.cli.words import (
@@ -25,18 +24,13 @@ from megatron_edit.tools.cli.words import (
     SharedValues,
     TrainingCommand,
     add_shared_words,
-    option,
     search_megatron_as_launch,
 )
-from megatron_edit.tools.plan.values import TrainingFlags
+from megatron_edit.tools.plan.values import TrainingFlags, check_ranks
+from megatron_edit.versions import release_of
 
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
-
-_SLOW_LINK = 1e9  # bits per second, where no link is given
-_MANY = 10  # times the seconds of a long warm-up: shorter ones may be short beside unknown steps
-# Arguments that need kernels or streams of GPUs (docs/dev/gpu.md).
-_ON_GPUS = ("fp8_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +56,6 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     command = TrainingCommand.of(rest, others=SCRIPT)
     given = command.script
     script = _script_of_clone() if given is None else training_script(given)
-    if options.replicas is not None and USE_EDIT not in command.argv:
-        value, remedy = f"--replicas {options.replicas}", f"add {USE_EDIT}, or drop it"
-        raise UsageError(value, f"has no effect without {USE_EDIT}", remedy)
     command = command.with_replicas(options.replicas)
     if given is None and not command.argv:
         raise UsageError(
@@ -77,7 +68,6 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     world_size = _world_size(options.world_size, config)
     checked = check_script(script, command.argv, config, world_size)
     lines = list(_lines(checked, config, world_size))
-    lines += _warmup_lines(checked, config, values, command.argv)
     if given is None:
         lines.insert(1, f"no script is given: {_what_is_checked(script)}")
     if script is not None and not checked.is_rehearsed:
@@ -126,10 +116,7 @@ def _what_is_checked(script: Path | None) -> str:
 def _world_size(given: int | None, config: EditConfig) -> int:
     """Return the ranks of the launch; 1 by default, for a replica of a single rank."""
     if given is not None:
-        if given < 1:
-            raise UsageError(
-                f"--world-size {given}", "must be at least 1", "give the launch's ranks"
-            )
+        check_ranks("--world-size", given)
         return given
     if config.use_edit and config.replica_id is None and (config.num_replicas or 1) > 1:
         raise UsageError(
@@ -155,24 +142,18 @@ def check_script(
     Raises:
         UsageError: the command would not start.
     """
-    replicas, replica = config.num_replicas, config.replica_id
-    if config.hub is not None:  # the launch is one replica, whose number the hub gives
-        replicas, replica = config.nominal_replicas, 0
+    if config.hub is not None:
         _check_hub_settings(config)
-    if config.use_edit and replicas is None:
+    elif config.use_edit and config.num_replicas is None:
         raise UsageError(
             f"{flag('num_replicas')} (not given)",
             "must be given to a check, which does not see the nodes of the launch",
             f"add {flag('num_replicas')} N: where the launch has several nodes, their number",
         )
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}
-    placement = None
-    if config.use_edit:
-        placement = place(replicas, replica, environment)
     search_megatron_as_launch(None if script is None else script.parent)
     from megatron_edit.host.checking import check_command_line
 
-    return check_command_line(script, list(words), config, placement, world_size)
+    return check_command_line(script, list(words), config, world_size)
 
 
 def _check_hub_settings(config: EditConfig) -> None:
@@ -182,12 +163,12 @@ def _check_hub_settings(config: EditConfig) -> None:
         UsageError: the token cannot be used, or this torch cannot run elastic replicas.
     """
     from megatron_edit.comm.hub_store import check_torch  # torch
-    from megatron_edit.elastic.channel import TOKEN_VARIABLE, read_token
+    from megatron_edit.elastic.channel import TOKEN_VARIABLE
+    from megatron_edit.host.elastic import hub_of
     from megatron_edit.tools.cli.hub import is_loopback
 
-    host, _ = parse_endpoint(config.hub or "")
-    token = read_token(flag("hub_token_file"), config.hub_token_file)
-    if not token and not is_loopback(host):
+    address = hub_of(config)
+    if not address.token and not is_loopback(address.host):
         raise UsageError(
             f"{flag('hub')} {config.hub}",
             "without a token only a hub on this machine is used",
@@ -202,6 +183,8 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     Args:
         config: EDiT's settings.
     """
+    from megatron_edit.host.seams.probes import megatron_folder, megatron_version  # torch
+
     place, args = checked.placement, checked.args
     if place is None:
         yield f"ok: stock Megatron on {world_size} ranks"
@@ -219,7 +202,7 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     replicas = 1 if place is None else place.num_replicas
     yield _batch(args, replicas, checked.data_parallel)
     if checked.sync_mode is not None:
-        yield _sync_mode(config, args, checked.sync_mode)
+        yield f"sync mode {checked.sync_mode} ({flag('sync_mode')} {config.sync_mode})"
     if config.hub is not None:
         yield (
             f"not checked: whether a hub answers at {config.hub}, and what it knows of the run: "
@@ -230,48 +213,15 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
         yield f"corpus: {checked.corpus}"
     if checked.checkpoint is not None:
         yield f"load: {checked.checkpoint}"
+    version = megatron_version()
+    tag = release_of(version).tag
+    yield f"megatron-core {version} in {megatron_folder()}, supported as {tag}"
     if checked.device == CPU:
         yield "checked as a run on CPU: this machine has no GPU, or --edit-device cpu is given"
     if place is not None:
         yield from _remarks(config, args, checked.sync_mode == OVERLAP)
-    for suggestion in checked.suggestions:
-        yield f"unknown to Megatron, kept for the script: {suggestion}"
     if checked.unknown:
         yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
-
-
-def _warmup_lines(
-    checked: CheckedLine, config: EditConfig, values: SharedValues, argv: Sequence[str]
-) -> Iterator[str]:
-    """Yield the time of a warm-up that begins here, if its exchanges take hours.
-
-    Without `--link` for a slow one, and only where they take long.
-    """
-    place = checked.placement
-    if (
-        place is None
-        or STRATEGIES[config.strategy].endless_warmup
-        or checked.checkpoint is not None
-    ):
-        return
-    # They import torch.
-    from megatron_edit.tools.plan.advice import LONG_WARMUP, warmup_warning
-    from megatron_edit.tools.plan.exchanges import TimingSetting
-    from megatron_edit.tools.plan.job import read_job
-    from megatron_edit.tools.plan.machine import GPU, Link
-
-    ranks = place.num_replicas * place.ranks_per_replica
-    try:
-        job = read_job(argv, num_replicas=place.num_replicas, world_size=ranks, ranks_per_host=None)
-    except UsageError:
-        return  # a model that the planner does not know
-    link = Link(values.link or _SLOW_LINK, values.latency)
-    is_known = values.link is not None and values.step is not None
-    least = LONG_WARMUP if is_known else _MANY * LONG_WARMUP
-    setting = TimingSetting(link, GPU, values.step or 0.0, 0.0)
-    if (found := warmup_warning(job, config, setting, least)) is not None:
-        start = "without --link: " if values.link is None else "WARNING: "
-        yield start + found.text
 
 
 def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:
@@ -284,77 +234,40 @@ def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:
     )
 
 
-def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
-    if config.sync_mode != AUTO:
-        why = "as requested"
-    elif config.hub is not None:
-        why = f"with {flag('hub')} a result is applied only after the commit"
-    elif config.check_commits:
-        why = f"{flag('check_commits')} compares results before they are applied"
-    elif mode == BLOCKING and args.overlap_param_gather:
-        why = "a full-iteration CUDA graph fixes the gathers"
-    elif mode == BLOCKING and args.optimizer == MUON:
-        why = "Muon's parameters are synced after the step, before they are gathered"
-    elif mode == BLOCKING:
-        why = "without --overlap-param-gather no parameters are gathered in the forward pass"
-    else:
-        why = "--overlap-param-gather gathers parameters in the forward pass"
-    return f"sync mode {mode} ({flag('sync_mode')} {config.sync_mode}): {why}"
-
-
 def _remarks(config: EditConfig, args: Namespace, overlaps: bool) -> Iterator[str]:
     from megatron_edit.host.batch_stages import num_iterations  # torch
 
     iterations = num_iterations(args)
     if iterations and (text := phase_warning(config, iterations)):
         yield text
-    if args.eval_iters:
-        step = _mid_round(config, args.eval_interval, iterations)
-        if step is not None:
-            yield (
-                f"--eval-interval {args.eval_interval}: step {step} falls in mid-round, where the "
-                "validation loss is a mean over replicas that differ; evaluate after "
-                f"W + k tau = {config.warmup_steps} + k x {config.sync_interval} steps"
-            )
-    if args.save:
-        step = _mid_round(config, args.save_interval, iterations)
-        if step is not None:
-            yield (
-                f"--save-interval {args.save_interval}: step {step} falls in mid-round; other "
-                "numbers of replicas that load it complete that round first"
-            )
+    if args.eval_iters and _is_mid_round(config, args.eval_interval, iterations):
+        yield (
+            f"--eval-interval {args.eval_interval}: falls in mid-round, where the validation loss "
+            "is a mean over replicas that differ; evaluate after "
+            f"W + k tau = {config.warmup_steps} + k x {config.sync_interval} steps"
+        )
+    if args.save and _is_mid_round(config, args.save_interval, iterations):
+        yield (
+            f"--save-interval {args.save_interval}: falls in mid-round; other numbers of replicas "
+            "that load it complete that round first"
+        )
     if overlaps and not args.ddp_bucket_size:
         yield (
             "--ddp-bucket-size is not given: where a bucket holds several layers, less of a sync "
             "hides behind compute; set it to the parameters of a layer"
         )
-    if config.device != CPU:
-        yield f"never run on a GPU so far: this package, here with {_on_gpus(config, args)}"
 
 
-def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int | None:
-    """Return the first multiple of an interval after the warm-up that is not at a sync."""
-    from megatron_edit.host.settings import schedule_of  # torch
-
+def _is_mid_round(config: EditConfig, interval: int | None, iterations: int) -> bool:
+    """Whether a multiple of an interval after the warm-up is not at a sync."""
     strategy = STRATEGIES[config.strategy]
     # Elastic runs evaluate and save at commits.
-    is_counted = not strategy.is_timed and not strategy.endless_warmup and config.hub is None
-    is_counted = is_counted and not config.auto
+    if strategy.is_timed or strategy.endless_warmup or config.hub is not None or config.auto:
+        return False
     schedule = schedule_of(config, last_local(iterations, config.final_sync_fraction))
-    if not interval or not is_counted or not schedule.has_fixed_rounds or config.fragments > 1:
-        return None
+    if not interval or not schedule.has_fixed_rounds or config.fragments > 1:
+        return False
     warmup, tau = config.warmup_steps, config.sync_interval
-    if warmup + tau > iterations:  # no interval would be better
-        return None
-    first = (warmup // interval + 1) * interval
-    # One period of both intervals, limited to the length of the training.
-    last = min(iterations, first + interval * tau)
-    steps = range(first, last + 1, interval)
-    return next((s for s in steps if (s - warmup) % tau and s != iterations), None)
-
-
-def _on_gpus(config: EditConfig, args: Namespace) -> str:
-    named = ["syncs between GPUs"]
-    named += [flag("offload")] if config.offload else []
-    named += [option(name) for name in _ON_GPUS if getattr(args, name, False)]
-    return f"{', '.join(named)} (docs/dev/gpu.md says what was tested instead)"
+    # Of two multiples one is in mid-round; in a shorter training no interval may be better.
+    is_long = warmup + 2 * max(tau, interval) <= iterations
+    return is_long and (interval % tau, warmup % tau) != (0, 0)
