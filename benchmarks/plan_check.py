@@ -20,15 +20,22 @@ from frame.page import Column, table_of
 from frame.study import read_one
 from netlab import burst_bytes
 
-from megatron_edit.tools.plan.exchanges import TimingSetting, stock_cost, sync_cost, sync_traffic
+from megatron_edit.tools.plan.costs import (
+    CPU,
+    Link,
+    Machine,
+    TimingSetting,
+    stock_cost,
+    sync_cost,
+    sync_traffic,
+)
 from megatron_edit.tools.plan.job import Job, read_job
-from megatron_edit.tools.plan.machine import CPU, Link, Machine
 
 # The series of each study that the planner is compared with.
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}
 MAX_SPEED_ERROR, MAX_BYTES_ERROR = 0.20, 0.10
 CORES = 2
-# The coefficients in megatron_edit/tools/plan/exchanges.py were fitted to these.
+# The coefficients in megatron_edit/tools/plan/costs.py were fitted to these.
 FITTED = {("stock", None), ("stock", 20e6)}
 STEP_OF_GROWTH = 0.03  # seconds; blocking syncs do not depend on it
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.tools.plan.exchanges import sync_traffic
+from megatron_edit.tools.plan.costs import edit_parts, stock_parts, sync_traffic
 from megatron_edit.tools.plan.job import Job, read_job
-from megatron_edit.tools.plan.memory import edit_parts, stock_parts
 from tests.harness import Flags
 from tests.harness.planned_state import persistent_bytes
 from tests.host.layouts import GATHER, LAYOUTS
@@ -65,7 +64,6 @@ def test_planned_outer_state_and_traffic_match_run(tmp_path: Path, layout: str, 
         {"fp16": True, "initial_loss_scale": 1024, "accumulate_allreduce_grads_in_fp32": True},
         {**PLAIN_DDP, "fp16": True, "initial_loss_scale": 1024},
         {**PLAIN_DDP, "bf16": True, "optimizer": "sgd"},
-        {**PLAIN_DDP, "optimizer": "sgd", "sgd_momentum": 0.0},
         {"use_rotary_position_embeddings": True},
         {"num_distributed_optimizer_instances": 2},
     ],

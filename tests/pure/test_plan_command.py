@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from megatron_edit.comm.placement import Placement
-from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.method.auto import AutoChoice, SyncSettings
-from megatron_edit.tools.cli import check, main
-from megatron_edit.tools.cli.words import SharedValues
+from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.job import NAMES, read_job
 from megatron_edit.tools.plan.values import parse_bytes, parse_rate, parse_seconds
@@ -65,7 +59,7 @@ def test_plan_command_prints_the_same_as_text_and_json(capsys: pytest.CaptureFix
     data = json.loads(capsys.readouterr().out)
     assert data["parameters"] == 367_969_280 and data["replicas"] == 8
     share = data["strategies"]["edit"]["share_of_ideal"]
-    assert f"{share:.1%}" in text and "published-diloco" in text
+    assert f"{share:.1%}" in text and "diloco" in text
     assert all(len(line) < 140 for line in text.splitlines())
 
 
@@ -95,15 +89,15 @@ def test_plan_predicts_choice_of_settings(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_advice_leaves_chosen_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a suggestion against the choice; what is given still gets one."""
+    """Would catch a suggestion against the choice."""
     line = [*AUTO, "--link", "20Mbit", "--strategies", "edit"]
     found = []
-    for more in ([], ["--edit-sync-interval", "16"]):
-        assert main(["plan", *line, *more]) == 0
+    for words in (line, [word for word in line if word != "--edit-auto"]):
+        assert main(["plan", *words]) == 0
         lines = capsys.readouterr().out.splitlines()
         found.append([text.split(":")[0] for text in lines if text.startswith("- ")])
-    rest = ["- prefetch", "- timeout-seconds", "- distributed-timeout", "- signal-lead"]
-    assert found == [["- warm-up", *rest], ["- warm-up", "- interval", *rest]]
+    rest = ["- timeout-seconds", "- distributed-timeout", "- signal-lead"]
+    assert found == [["- warm-up", *rest], ["- warm-up", "- settings", *rest]]
 
 
 def test_planned_choice_follows_link_length_and_given_flags(
@@ -142,6 +136,8 @@ BAD = {
     "replicas": ("--replicas 0", "--replicas 0: must be at least 1"),
     "world": ("--world-size 12", "--world-size 12: must be a multiple of 8"),
     "hosts": ("--ranks-per-host 3", "--ranks-per-host 3: must divide the 8 ranks"),
+    "no ranks on a host": ("--ranks-per-host 0", "--ranks-per-host 0: must be at least 1"),
+    "removed option": ("--machine cpu", "--machine: is no option of plan any more"),
     "parallel": ("--tensor-model-parallel-size 3", "must be a multiple of 3 (TP x PP x CP)"),
     "stages": ("--pipeline-model-parallel-size 8 --num-layers 25", "must divide the 25 layers"),
     "batch": ("--global-batch-size 1000", "--global-batch-size 1000: must be a multiple of 512"),
@@ -160,26 +156,20 @@ BAD = {
                      "from 1e-12 to 1e+18"),
     "memory-huge": ("--device-memory 1e300B", "from 1e-12 to 1e+18"),
     "mfu-tiny": ("--mfu 1e-320", "--mfu 9.99989e-321: must be from 1e-12 to 1"),
-    "forward-tiny": ("--forward-share 1e-320", "must be from 1e-12 to 1"),
     "layers-digits": (f"--num-layers {'9' * 5000}", "...: must be a whole number from 1 to 10000"),
     "hidden-digits": (f"--hidden-size {'9' * 400}", "a whole number from 1 to 1000000000000"),
     "vocabulary-digits": (f"--vocab-size {'9' * 5000}", "--vocab-size 9999"),
     "replicas-many": (f"--replicas {'9' * 400}", "must be at most 1000000"),
     "world-many": (f"--world-size {8 * 10**9}", "--world-size 8000000000: must be at most 1000000"),
-    "both-many": ("--world-size 1000000 --num-layers 10000 --global-batch-size 8000000",
-                  "--world-size 1000000: gives a replica 125000 ranks with 10002 units"),
     "tau-digits": (f"--use-edit --edit-sync-interval {'9' * 400}",
                    "must be at least 1 and at most 1e20"),
     "delay-digits": ("--use-edit --edit-strategy a-edit --strategies a-edit "
                      f"--edit-delay-steps {'9' * 200}", "must be at least 0 and at most 1e20"),
-    "seconds-tiny": ("--use-edit --edit-strategy a-edit --strategies a-edit "
-                     "--edit-sync-seconds 1e-320", "must be from 1e-12 to 1e+18"),
 }  # fmt: skip
 TFLOPS = {
     "1e300": "--gpu-tflops 1e+300: must be from 1e-12 to 1e+18",
     "1e-320": "--gpu-tflops 9.99989e-321: must be from 1e-12 to 1e+18",
     "nan": "--gpu-tflops nan: must be from 1e-12 to 1e+18",
-    "1e-12": "--gpu-tflops 1e-12: gives a step of 1.71e+23 s, which must be from 1e-12",
 }
 
 
@@ -212,7 +202,7 @@ def test_plan_works_at_the_ends_of_all_ranges(
     command = ["plan", *GOOD, "--strategies", strategy, "--device-memory", "1e-12B"]
     for link in ("1e-12bit", "1e18bit"):
         for step in ("1e-12", "1e18"):
-            for latency in ("0", "1e-12s", "1e18s"):
+            for latency in ("1e-12s", "1e18s"):
                 words = ["--link", link, "--step-time", step, "--latency", latency]
                 assert main([*command, *words]) == 0
                 assert capsys.readouterr().out
@@ -238,33 +228,3 @@ def test_unreadable_flag_file_is_refused_in_one_line(
         assert main(["plan", str(tmp_path / name), *GOOD[1:]]) == 2
         error = capsys.readouterr().err
         assert "cannot be read" in error and error.count("\n") == 1, error
-
-
-def warmup_lines(*words: str, checkpoint: str | None = None) -> list[str]:
-    """What `check` says of the warm-up of 7B with 8 replicas of 8 ranks."""
-    parser = argparse.ArgumentParser()
-    check.configure(parser)
-    options, rest = parser.parse_known_args([*words])
-    argv = [*read_flags(CONFIGS / "llama_7b.args"), *rest]
-    config = config_from_argv(argv)
-    checked: Any = SimpleNamespace(placement=Placement(8, 0, 8, 0, True), checkpoint=checkpoint)
-    return list(check._warmup_lines(checked, config, SharedValues.of(options), argv))
-
-
-def test_check_tells_how_long_the_warm_up_takes() -> None:
-    """Would catch a check of 7B over 1 Gbit/s that is simply ok, and a warning for a fast link, for
-    a resume, or for a model that the planner does not know."""
-    edit = ("--use-edit", "--edit-num-replicas", "8")
-    (line,) = warmup_lines(*edit)
-    assert line.startswith("without --link: the 1000 steps of the warm-up exchange 47.2 GB per")
-    assert "104.8 h at 1 Gbit/s; --edit-warmup-dtype int8: 26.6 h; " in line
-    (line,) = warmup_lines(*edit, "--link", "10Gbit")
-    assert line.startswith("WARNING: ") and "10.5 h at 10 Gbit/s" in line
-    (line,) = warmup_lines(*edit, "--link", "20Gbit", "--step-time", "9")
-    assert line.startswith("WARNING: ") and "at 20 Gbit/s" in line
-    assert warmup_lines(*edit, "--link", "20Gbit") == []
-    assert warmup_lines(*edit, "--link", "10Gbit", "--step-time", "60") == []
-    assert warmup_lines(*edit, "--edit-warmup-steps", "50") == []
-    assert warmup_lines(*edit, "--edit-strategy", "ddp") == []
-    assert warmup_lines(*edit, "--num-experts", "8") == []
-    assert warmup_lines(*edit, checkpoint="runs/a") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
+from megatron_edit.config import EditConfig
 from megatron_edit.method.cost import UnitExchange, exposed_of_round, gaps_of_round, round_cost
 from megatron_edit.tools.compare.flags import read_flags
-from megatron_edit.tools.plan.advice import advise, least_interval
-from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
+from megatron_edit.tools.plan.costs import GPU, Link, TimingSetting, sync_cost
 from megatron_edit.tools.plan.job import Job, read_job
-from megatron_edit.tools.plan.machine import GPU, Link
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")
@@ -44,35 +41,6 @@ def test_exchange_longer_than_the_round_is_exposed(own: tuple[str, ...]) -> None
     assert cost.exchange > cost.round == 128 * 4.0
     assert cost.exposed >= cost.exchange - cost.round
     assert cost.share_of_ideal < 0.55
-
-
-@pytest.mark.parametrize("own", [STREAMING, FRAGMENTS, ("--edit-strategy", "co2")])
-def test_suggested_interval_reaches_the_goal_with_fragments(own: tuple[str, ...]) -> None:
-    """Would catch: an interval computed with another round length than the suggested one."""
-    job, config = planned(*own, *INT4)
-    for rate in (10e6, 50e6, 1e9):
-        least = least_interval(job, config, at(rate))
-        cost = sync_cost(job, dataclasses.replace(config, sync_interval=least), at(rate))
-        assert cost.share_of_ideal >= 1 - TARGET_SYNC_SHARE - 1e-9
-        assert least * 4.0 >= cost.exchange
-        if least > max(config.delay_steps + 1, config.fragments):
-            less = dataclasses.replace(config, sync_interval=least - 1)
-            cost = sync_cost(job, less, at(rate))
-            assert cost.share_of_ideal < 1 - TARGET_SYNC_SHARE or cost.round < cost.exchange
-
-
-def test_no_delay_is_suggested_where_exchanges_exceed_the_round() -> None:
-    """Would catch: flags that hide each fragment, but not all of them on one link."""
-    job, config = planned("--edit-fragments", "4")
-    for rate in (10e6, 30e6, 100e6, 300e6):
-        found = {each.subject: each.value for each in advise(job, config, at(rate), None)}
-        if found["hiding"] is None:
-            assert rate == 10e6
-            continue
-        assert rate > 10e6
-        job, better = planned("--edit-fragments", "4", *str(found["hiding"]).split())
-        cost = sync_cost(job, better, at(rate))
-        assert cost.share_of_ideal >= 1 - TARGET_SYNC_SHARE and cost.exchange < cost.round
 
 
 def exchanges(*wires: float) -> list[list[UnitExchange]]:
@@ -131,12 +99,3 @@ def test_exposed_time_is_between_its_bounds(wires: list[float], part: float, len
     assert max(0.0, total - length) - 1e-9 <= found <= total + 1e-9
     alone = sum(max(0.0, wire - part * length) for wire in wires)
     assert found >= alone - 1e-9 or len(wires) > 1
-
-
-def test_suggested_delay_fits_the_largest_fragment() -> None:
-    """Would catch: a delay for the mean fragment, too short for the one with the embedding."""
-    job, config = planned("--edit-fragments", "8", *INT4)
-    found = {each.subject: str(each.value) for each in advise(job, config, at(25e6), None)}
-    assert found["hiding"].startswith("--edit-delay-steps") and "dtype" not in found["hiding"]
-    better = dataclasses.replace(config, delay_steps=int(found["hiding"].split()[1]))
-    assert sync_cost(job, better, at(25e6)).share_of_ideal >= 1 - TARGET_SYNC_SHARE

@@ -25,14 +25,10 @@ ALIKE = {
     FP8: True,
     f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16": True,
     f"{FP8} --fp8-recipe blockwise": True,
-    f"{FP8} --fp8-recipe mxfp8": False,
-    f"{FP8} --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag": False,
     "--fp4-format e2m1 --fp4-param-gather": False,
     "--num-distributed-optimizer-instances 2": True,
     AWARE: True,
-    f"{AWARE} --main-params-dtype fp16": False,
     f"{AWARE} --optimizer-cpu-offload": True,
-    f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5": True,
     "--tensor-model-parallel-size 2 --sequence-parallel": True,
     "--pipeline-model-parallel-size 2": True,
     "--context-parallel-size 2": True,
@@ -56,6 +52,8 @@ ALIKE = {
     "--edit-replica-id 1 --edit-rendezvous node0:29400": True,
 }
 _UNITS = "its units and shards have other sizes, which plan does not compute"
+_READ = "plan reads only the flags that it needs"
+_SHARE = "plan counts a complete offload only"
 _STAGES = "its stages hold other layers, which plan does not compute"
 # Flags that `check` accepts and `plan` refuses, and why.
 NOT_PLANNED = {
@@ -67,13 +65,17 @@ NOT_PLANNED = {
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1": _STAGES,
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": _STAGES,
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1": _STAGES,
+    f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5": _SHARE,
     "--optimizer sgd": "Megatron refuses it with the distributed optimizer, when it builds it",
 }
 # Flags that `plan` takes and `check` refuses, and why.
 NOT_CHECKED = {
     f"{AWARE} --main-grads-dtype bf16": "without a GPU Megatron has no such optimizer",
     f"{AWARE} --exp-avg-sq-dtype fp8": "without a GPU Megatron has no such optimizer",
-    "--lr -1": "plan reads only the flags that it needs",
+    "--lr -1": _READ,
+    f"{FP8} --fp8-recipe mxfp8": _READ,
+    f"{FP8} --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag": _READ,
+    f"{AWARE} --main-params-dtype fp16": _READ,
     "--no-such-flag": "plan does not know Megatron's flags",
     "--position-embedding-type relative": "plan counts it as without parameters",
 }

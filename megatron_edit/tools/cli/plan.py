@@ -17,22 +17,16 @@ from megatron_edit.tools.cli.words import (
     TrainingCommand,
     add_shared_words,
     check_placement,
-    option,
     placement_lines,
     places,
     ranks_by_host,
+    refuse_removed,
 )
-from megatron_edit.tools.plan.job import DEFAULT_NAMES, NAMES, Job, read_job
-from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
-from megatron_edit.tools.plan.values import (
-    LEAST,
-    MOST,
-    TrainingFlags,
-    check_number,
-    check_ranks,
-)
+from megatron_edit.tools.plan.job import NAMES, Job, read_job
+from megatron_edit.tools.plan.values import check_number
 
-DEFAULT_MFU = 0.4
+DEFAULT_NAMES, DEFAULT_MFU = "edit,diloco,ddp,stock", 0.4
+REMOVED = ("--machine", "--forward-share")  # they would be taken for flags of the training
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: 8, or all of a smaller replica)")  # fmt: skip
     add("--mfu", type=float, default=DEFAULT_MFU, help="share of the TFLOP/s that a training "
         "reaches (default: %(default)g)")  # fmt: skip
-    add("--forward-share", type=float, help="share of the forward pass in a step (default: 1/3, "
-        "with full recomputation 1/4)")  # fmt: skip
-    add("--machine", choices=sorted(MACHINES), help="cost model of a rank (default: cpu with "
-        "--edit-device cpu, else gpu)")  # fmt: skip
-    add("--strategies", default=",".join(DEFAULT_NAMES), help=f"of {', '.join(NAMES)} (default: "
+    add("--strategies", default=DEFAULT_NAMES, help=f"of {', '.join(NAMES)} (default: "
         "%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
 
@@ -67,46 +57,36 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: an argument is invalid or missing.
     """
     # Imports torch, which other subcommands should not wait for.
-    from megatron_edit.tools.plan.exchanges import TimingSetting, cut_lines
+    from megatron_edit.tools.plan.costs import CPU, GPU, Link, TimingSetting, cut_lines
     from megatron_edit.tools.plan.plan import lines, make_plan
 
     values = SharedValues.of(options)
-    _check_numbers(options, values)
-    assert values.link is not None
+    if values.link is None:
+        raise UsageError("--link (not given)", "is needed for a plan", "add --link 10Gbit")
+    check_number("--mfu", options.mfu, most=1.0)
     command = TrainingCommand.of(rest, others=FLAGS)
+    refuse_removed("plan", command.argv, REMOVED)
     num_replicas, world_size, counts = _ranks(options, values, command)
     most = max((num for hosts in counts for num in hosts.values()), default=None)
     job = read_job(
         command.argv,
         num_replicas=num_replicas,
         world_size=world_size,
-        ranks_per_host=options.ranks_per_host or most,
+        ranks_per_host=most if options.ranks_per_host is None else options.ranks_per_host,
     )
-    machine = CPU if TrainingFlags(command.argv).text("--edit-device", "auto") == "cpu" else GPU
-    if options.machine is not None:
-        machine = MACHINES[options.machine]
-    link = Link(values.link, values.latency)
-    share = options.forward_share or (1 / 4 if job.recomputes else 1 / 3)
-    setting = TimingSetting(link, machine, _step_seconds(values, options.mfu, job), share)
+    setting = TimingSetting(
+        Link(values.link, values.latency),
+        CPU if job.words.text("--edit-device", "auto") == "cpu" else GPU,
+        _step_seconds(values, options.mfu, job),
+        forward_share=1 / 4 if job.recomputes else 1 / 3,
+    )
     names = [name.strip() for name in options.strategies.split(",")]
     plan = make_plan(job, setting, names, device_memory=values.memory)
     config = job.config("edit")
-    cuts = cut_lines(job, config, places(config, counts))
-    text = [*placement_lines(counts), *cuts, *lines(plan)]
+    text = [*placement_lines(counts), *cut_lines(job, config, places(config, counts)), *lines(plan)]
     shown = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(text)
     sys.stdout.write(shown + "\n")
     return 0
-
-
-def _check_numbers(options: Namespace, values: SharedValues) -> None:
-    if values.link is None:
-        raise UsageError("--link (not given)", "is needed for a plan", "add --link 10Gbit")
-    for name in ("replicas", "ranks_per_host"):
-        value = getattr(options, name)
-        if value is not None:
-            check_ranks(option(name), value)
-    for name in ("mfu", "forward_share"):
-        check_number(option(name), getattr(options, name), most=1.0)
 
 
 def _ranks(
@@ -142,8 +122,4 @@ def _step_seconds(values: SharedValues, mfu: float, job: Job) -> float:
     if values.step is not None:
         return values.step
     assert values.tflops is not None
-    seconds = job.flops_per_step / (values.tflops * 1e12 * mfu * job.mesh.world_size)
-    if not LEAST <= seconds <= MOST:
-        rule = f"gives a step of {seconds:.3g} s, which must be from {LEAST:g} to {MOST:g}"
-        raise UsageError(f"--gpu-tflops {values.tflops:g}", rule, "correct it, or --mfu")
-    return seconds
+    return job.flops_per_step / (values.tflops * 1e12 * mfu * job.mesh.world_size)

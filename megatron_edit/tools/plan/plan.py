@@ -1,16 +1,17 @@
-"""A plan: the predicted cost of several strategies for one training, as text and as JSON."""
+"""A plan: predicted memory, bytes and seconds of several strategies, and suggested settings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import FP32, NONE
+from megatron_edit.constants import INT8, MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
 from megatron_edit.errors import UsageError
-from megatron_edit.host.settings import given_settings, with_choice
+from megatron_edit.flags import flag
 from megatron_edit.method.auto import (
     INTERVALS,
     LEAST_ROUNDS,
@@ -19,42 +20,58 @@ from megatron_edit.method.auto import (
     AutoSetting,
     Measurement,
     choose,
+    with_choice,
 )
 from megatron_edit.method.cost import Cost
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.pages.texts import show_count
-from megatron_edit.tools.plan.advice import WARMUP, Advice, advise
-from megatron_edit.tools.plan.exchanges import (
+from megatron_edit.tools.plan.costs import (
+    DEVICE,
+    HOST,
+    MemoryItem,
     TimingSetting,
     Traffic,
-    forward_seconds,
+    added_bytes,
+    edit_parts,
     gradient_traffic,
     lands_in_forward,
-    largest_rank,
     local_work,
     shard_bytes,
     stock_cost,
+    stock_parts,
     stock_traffic,
     sync_cost,
     sync_traffic,
     synchronous_cost,
 )
-from megatron_edit.tools.plan.job import NAMES, PUBLISHED_DILOCO, Job
-from megatron_edit.tools.plan.memory import (
-    MemoryItem,
-    added_bytes,
-    edit_parts,
-    published_diloco_parts,
-    stock_parts,
-)
+from megatron_edit.tools.plan.job import NAMES, Job
 from megatron_edit.tools.plan.values import show_bytes, show_rate, show_seconds
 
 HEAD = (
     "strategy", "exchange every", "sent by a host", "a step, replica", "on the wire", "exposed",
-    "of the ideal", "device", "host",
+    "of the ideal", DEVICE, HOST,
 )  # fmt: skip
+USABLE_MEMORY = 0.9  # of a device
+DEFAULT_MINUTES = 10  # Megatron's default timeout
+SAFETY = 2  # an exchange may share its link with others
+WARMUP = "warm-up"  # subject of a warning
+LONG_WARMUP = 3600.0  # seconds of exchanges in a warm-up that are worth a warning
+STEPS_TO_STOP = 2  # the current step, and the next one, at which a replica stops
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One suggestion.
+
+    Attributes:
+        value: machine-readable: a number, flags, or None where nothing helps.
+    """
+
+    subject: str
+    value: float | str | None
+    text: str
 
 
 @dataclass(frozen=True)
@@ -75,14 +92,30 @@ class PlanRow:
     every: float
     traffic: Traffic
     cost: Cost
-    parts: tuple[MemoryItem, ...]
+    parts: tuple[MemoryItem, ...] = ()
     final_fraction: float = 0.0
     final_step_bytes: float = 0.0
     choice: AutoChoice | None = None
 
-    def added(self, place: str) -> int:
-        """Return the bytes in addition to stock Megatron's, on the device or in host memory."""
-        return added_bytes(self.parts, place)
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as JSON values."""
+        traffic, cost = self.traffic, self.cost
+        return {
+            "steps_between_exchanges": self.every,
+            "bytes_per_exchange": {
+                "rank": traffic.per_rank, "host": traffic.per_host, "replica": traffic.per_replica,
+            },
+            "bytes_per_step": traffic.per_step,
+            "final_phase": {
+                "share_of_training": self.final_fraction, "bytes_per_step": self.final_step_bytes,
+            },
+            "exchange_seconds": cost.exchange,
+            "own_work_seconds": cost.work,
+            "exposed_seconds": cost.exposed,
+            "share_of_ideal": cost.share_of_ideal,
+            "choice": None if self.choice is None else self.choice.as_json(),
+            "memory": {f"{part.name} ({part.place})": part.nbytes for part in self.parts},
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,14 +124,12 @@ class Plan:
 
     Attributes:
         setting: link, machine and step.
-        stock: memory that Megatron needs without EDiT.
         rows: by strategy.
         advice: for the first strategy with rounds; empty if there is none.
     """
 
     job: Job
     setting: TimingSetting
-    stock: tuple[MemoryItem, ...]
     rows: tuple[PlanRow, ...]
     advice: tuple[Advice, ...]
 
@@ -115,9 +146,9 @@ class Plan:
             "link_bits_per_second": setting.link.bandwidth,
             "link_latency_seconds": setting.link.latency,
             "step_seconds": setting.step,
-            "hiding_forward_seconds": forward_seconds(job, setting),
-            "stock_memory": {part.name: part.nbytes for part in self.stock},
-            "strategies": {row.name: _row_as_json(row) for row in self.rows},
+            "hiding_forward_seconds": setting.forward_seconds(job),
+            "stock_memory": {part.name: part.nbytes for part in stock_parts(job)},
+            "strategies": {row.name: row.as_json() for row in self.rows},
             "advice": {each.subject: each.value for each in self.advice},
         }
 
@@ -146,29 +177,24 @@ def make_plan(
     with_rounds = [n for n in names if n in STRATEGIES and not STRATEGIES[n].endless_warmup]
     advice: tuple[Advice, ...] = ()
     if with_rounds and job.mesh.num_replicas > 1:
-        config, _ = _settings_of(job, setting, with_rounds[0])
-        chosen = job.config(with_rounds[0]).open_settings
-        advice = advise(job, config, setting, device_memory, chosen)
-    return Plan(job, setting, stock_parts(job), rows, advice)
+        advice = tuple(advise(job, with_rounds[0], setting, device_memory))
+    return Plan(job, setting, rows, advice)
 
 
 def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
     if name == STOCK:
         by_all_reduce = setting.machine.reduces_by_all_reduce
         traffic, _ = stock_traffic(job, reduces_by_all_reduce=by_all_reduce)
-        return PlanRow(name, 1, traffic, stock_cost(job, setting), ())
-    if name == PUBLISHED_DILOCO:
-        return _published_diloco(job, setting)
+        return PlanRow(name, 1, traffic, stock_cost(job, setting))
     config, choice = _settings_of(job, setting, name)
+    synchronous = gradient_traffic(job, config)
+    parts = edit_parts(job, config, overlaps=lands_in_forward(job, config))
     if STRATEGIES[name].endless_warmup:
-        traffic, cost = gradient_traffic(job, config), synchronous_cost(job, config, setting)
-        parts = edit_parts(job, config, overlaps=False)
-        return PlanRow(name, 1, traffic, cost, parts)
+        return PlanRow(name, 1, synchronous, synchronous_cost(job, config, setting), parts)
     cost = sync_cost(job, config, setting)
     every = cost.round / setting.step
-    parts = edit_parts(job, config, overlaps=lands_in_forward(job, config))
     final = config.final_sync_fraction
-    nbytes = gradient_traffic(job, config).per_step if final else 0.0
+    nbytes = synchronous.per_step if final else 0.0
     traffic = sync_traffic(job, config, every)
     return PlanRow(name, every, traffic, cost, parts, final, nbytes, choice)
 
@@ -184,71 +210,179 @@ def _settings_of(
     return with_choice(config, choice), choice
 
 
-def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
-    """Return the row of DiLoCo as published: one blocking exchange, outer state not sharded."""
-    config = job.config("diloco")
-    config = replace(
-        config, sync_dtype=FP32, warmup_dtype=FP32, fragments=1, delay_steps=0, mix=0.0,
-        offload=False, average_moments=NONE, average_moments_every=1, scale_beta2=False,
-        final_sync_fraction=0.0,
-    )  # fmt: skip
-    cost = sync_cost(job, config, setting, blocks=True)
-    every = cost.round / setting.step
-    # Every rank does the outer step of all its parameters.
-    work = cost.work + setting.machine.per_element * (job.on_rank - job.largest_shard)
-    cost = replace(cost, work=work, exposed=cost.exposed + work - cost.work)
-    traffic = sync_traffic(job, config, every)
-    return PlanRow(PUBLISHED_DILOCO, every, traffic, cost, published_diloco_parts(job))
+# ---- What `--edit-auto` would choose, predicted from the planner's link, machine and step
 
 
-def _row_as_json(row: PlanRow) -> dict[str, Any]:
-    return {
-        "steps_between_exchanges": row.every,
-        "bytes_per_exchange": {
-            "rank": row.traffic.per_rank,
-            "host": row.traffic.per_host,
-            "replica": row.traffic.per_replica,
-        },
-        "bytes_per_step": row.traffic.per_step,
-        "final_phase": {
-            "share_of_training": row.final_fraction,
-            "bytes_per_step": row.final_step_bytes,
-        },
-        "exchange_seconds": row.cost.exchange,
-        "own_work_seconds": row.cost.work,
-        "exposed_seconds": row.cost.exposed,
-        "share_of_ideal": row.cost.share_of_ideal,
-        "choice": None if row.choice is None else row.choice.as_json(),
-        "memory": {f"{part.name} ({part.place})": part.nbytes for part in row.parts},
-    }
+def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> AutoChoice:
+    """Return the choice of a run whose measurements agree with the planner's setting.
+
+    All ranks of a host share its link; the machine's local work does not depend on the wire type. A
+    training of unknown length is long enough for every interval.
+
+    Args:
+        config: its settings, with `--edit-auto`.
+        setting: link, machine and step.
+    """
+    numels = max(job.rank_numels, key=sum)
+    rules = AutoSetting(
+        given=config,
+        unit_numels=numels,
+        payload=lambda numel, wire: shard_bytes(job, config, wire, numel),
+        depth=config.prefetch_units if lands_in_forward(job, config) else 1,
+    )
+    local_steps = LEAST_ROUNDS * INTERVALS[-1]
+    if job.num_iterations is not None:
+        last = last_local(job.num_iterations, config.final_sync_fraction)
+        local_steps = last - config.warmup_steps
+    work_of = partial(local_work, config, setting.machine, size=job.mesh.num_replicas)
+    seconds_per_byte = setting.link.seconds(job.mesh.ranks_per_host)
+    measured = Measurement(
+        step=setting.step,
+        forward=setting.forward_seconds(job),
+        rate=1 / max(seconds_per_byte, setting.machine.per_wire_byte),
+        latency=setting.link.latency,
+        work=dict.fromkeys(WIRE_LOSS, sum(map(work_of, numels)) / sum(numels)),
+    )
+    return choose(rules, measured, config.warmup_steps, local_steps)
+
+
+# ---- Suggestions
+
+
+def advise(
+    job: Job, name: str, setting: TimingSetting, device_memory: float | None
+) -> Iterator[Advice]:
+    """Yield all suggestions for a strategy with rounds.
+
+    Args:
+        setting: link, machine and step.
+        device_memory: bytes of a device; None where not known.
+    """
+    config, choice = _settings_of(job, setting, name)
+    if (warning := warmup_warning(job, config, setting)) is not None:
+        yield warning
+    if choice is None and (found := _settings(job, config, setting)) is not None:
+        yield found
+    if device_memory is not None:
+        yield _memory(job, config, device_memory)
+    yield from _timeouts(job, config, setting)
+
+
+def warmup_warning(job: Job, config: EditConfig, setting: TimingSetting) -> Advice | None:
+    """Warn of a warm-up that exchanges gradients for hours, and longer than its steps take."""
+    steps = min(config.warmup_steps, job.num_iterations or config.warmup_steps)
+
+    def seconds(some: EditConfig) -> float:
+        return steps * synchronous_cost(job, some, setting).exposed
+
+    found, rate = seconds(config), show_rate(setting.link.bandwidth)
+    if found < LONG_WARMUP or found <= steps * setting.step:
+        return None
+    text = (
+        f"the {steps} steps of the warm-up exchange "
+        f"{show_bytes(gradient_traffic(job, config).per_host)} per host each, which takes "
+        f"{show_seconds(found)} at {rate}; "
+    )
+    if config.warmup_dtype != INT8 and config.hub is None:  # elastic runs refuse it
+        coded = seconds(replace(config, warmup_dtype=INT8))
+        text += f"{flag('warmup_dtype')} {INT8}: {show_seconds(coded)}; "
+    text += f"or give fewer {flag('warmup_steps')}, or load a checkpoint of a warm-up at one site"
+    return Advice(WARMUP, found, text)
+
+
+def _settings(job: Job, config: EditConfig, setting: TimingSetting) -> Advice | None:
+    """Suggest what `--edit-auto` would choose if none of its settings were given.
+
+    Returns:
+        The suggestion; None where `--edit-auto` cannot be used.
+    """
+    try:
+        free = job.config(config.strategy, chooses=True)
+    except UsageError:
+        return None
+    if not free.auto:  # another strategy's
+        return None
+    choice = predicted_choice(job, free, setting)
+    flags = " ".join(
+        f"{flag(name)} {value}"
+        for name, value in asdict(choice.settings).items()
+        if value != getattr(config, name)
+    )
+    text = (
+        f"{flags or 'the given ones'}\n  {choice.share:.1%} of the ideal speed, and an expected "
+        f"loss {choice.loss:+.1%} over stock DDP (as for small models)"
+    )
+    return Advice("settings", flags, text)
+
+
+def _memory(job: Job, config: EditConfig, device_memory: float) -> Advice:
+    """Suggest whether to offload: report the memory that is left for activations."""
+    stock = added_bytes(stock_parts(job), DEVICE)
+    overlaps = lands_in_forward(job, config)
+    kept, offloaded = (
+        device_memory * USABLE_MEMORY
+        - stock
+        - added_bytes(edit_parts(job, each, overlaps=overlaps), DEVICE)
+        for each in (config, replace(config, offload=True))
+    )
+    if kept >= 0:
+        return Advice("offload", "", f"not needed: {show_bytes(kept)} are left for activations")
+    name = flag("offload")
+    if offloaded >= 0:
+        text = f"{name} is needed, and leaves {show_bytes(offloaded)} for activations"
+        return Advice("offload", name, text)
+    over = show_bytes(-offloaded)
+    text = f"even with {name} it is {over} too much: more ranks, or tensor parallelism"
+    return Advice("offload", None, text)
+
+
+def _timeouts(job: Job, config: EditConfig, setting: TimingSetting) -> Iterator[Advice]:
+    """Suggest timeouts; each must be longer than the one before."""
+    cost = sync_cost(job, config, setting)
+    wait, how = config.timeout_seconds, "given"
+    if not wait:
+        wait = max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * (cost.round + cost.exposed))
+        how = f"auto: max({MIN_TIMEOUT_SECONDS:g} s, {TIMEOUT_ROUNDS} rounds)"
+    ok = "" if wait > cost.exchange + setting.step else "; too short for one exchange"
+    text = f"{flag('timeout_seconds')} {math.ceil(wait)} ({show_seconds(wait)}; {how}){ok}"
+    yield Advice("timeout-seconds", wait, text)
+    # Megatron's gathers queue behind an exchange, which counts towards their timeout. Replicas wait
+    # for each other at the meeting before it, when none of Megatron's collectives is queued.
+    minutes = max(DEFAULT_MINUTES, math.ceil(SAFETY * cost.exchange / 60))
+    now = job.words.count("--distributed-timeout-minutes", DEFAULT_MINUTES)
+    text = (
+        f"--distributed-timeout-minutes {minutes} or more (now: {now}): Megatron's gathers queue "
+    )
+    text += f"behind an exchange of {show_seconds(cost.exchange)}"
+    yield Advice("distributed-timeout", minutes, text)
+    lead = math.ceil(STEPS_TO_STOP * setting.step + cost.exchange)
+    text = f"a batch system's signal {show_seconds(lead)} before the end, and what a save takes "
+    yield Advice("signal-lead", lead, text + "(--exit-signal-handler)")
+
+
+# ---- The plan as text
 
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yield the plan as lines of text."""
     job, mesh, setting = plan.job, plan.job.mesh, plan.setting
-    shape = ", ".join(
-        f"{name} {size}"
-        for name, size in (("TP", mesh.tensor), ("PP", mesh.pipeline), ("CP", mesh.context))
-        if size > 1
-    )
     yield (
         f"{show_count(job.architecture.numel)} parameters; {mesh.num_replicas} replicas x "
-        f"{mesh.ranks_per_replica} ranks{f' ({shape})' if shape else ''}, "
-        f"{mesh.ranks_per_host} of them on a host"
+        f"{mesh.ranks_per_replica} ranks (TP {mesh.tensor}, PP {mesh.pipeline}, CP "
+        f"{mesh.context}), {mesh.ranks_per_host} of them on a host; largest shard of a rank "
+        f"{show_count(job.largest_shard)}"
     )
-    latency = f", latency {show_seconds(setting.link.latency)}" if setting.link.latency else ""
-    hidden = show_seconds(forward_seconds(job, setting))
     yield (
-        f"link {show_rate(setting.link.bandwidth)}{latency}; a step {show_seconds(setting.step)}, "
-        f"its first forward pass {hidden} ({job.num_micro_batches} micro-batches); "
+        f"link {show_rate(setting.link.bandwidth)}, latency {show_seconds(setting.link.latency)}; "
+        f"a step {show_seconds(setting.step)}, its first forward pass "
+        f"{show_seconds(setting.forward_seconds(job))} ({job.num_micro_batches} micro-batches); "
         f"local work as on a {setting.machine.name}"
     )
     yield ""
-    yield from _units(plan)
+    yield from _aligned(list(_memory_table(plan)))
+    yield "activations, and what a save copies to host memory, are not counted"
     yield ""
-    yield from _memory(plan)
-    yield ""
-    yield from aligned([HEAD, *_strategies(plan)])
+    yield from _aligned([HEAD, *map(_cells, plan.rows)])
     for row in plan.rows:
         if row.final_fraction:
             yield (
@@ -257,100 +391,37 @@ def lines(plan: Plan) -> Iterator[str]:
             )
         if row.choice is not None:
             yield from row.choice.lines("predicted from --link")
-    if plan.advice:
-        yield ""
-        for each in plan.advice:
-            yield f"- {each.subject}: {'WARNING: ' * (each.subject == WARMUP)}{each.text}"
+    yield ""
+    for each in plan.advice:
+        yield f"- {each.subject}: {'WARNING: ' * (each.subject == WARMUP)}{each.text}"
 
 
-def _units(plan: Plan) -> Iterator[str]:
-    """Yield the parameters by unit; equal layers share one line."""
-    numels = plan.job.architecture.unit_numels()
-    largest = [max(column) for column in zip(*plan.job.rank_numels, strict=True)]
-    shards = dict(zip(plan.job.unit_names, largest, strict=True))
-    layers = [name for name in numels if name.startswith("layer.")]
-    rows = [("unit", "parameters", "largest shard")]
-    for name in (plan.job.unit_names[0], layers[0], plan.job.unit_names[-1]):
-        shown = f"each of {len(layers)} layers" if name in layers else name
-        most = max(shards[layer] for layer in layers) if name in layers else shards[name]
-        rows.append((shown, f"{numels[name]:,}".replace(",", " "), f"{most:,}".replace(",", " ")))
-    yield from aligned(rows)
-
-
-def _memory(plan: Plan) -> Iterator[str]:
-    rows = [("memory of a rank", "device", "host", "")]
-    named = [("stock", part) for part in plan.stock]
+def _memory_table(plan: Plan) -> Iterator[tuple[str, ...]]:
+    yield "memory of a rank", DEVICE, HOST, ""
+    named = [(STOCK, part) for part in stock_parts(plan.job)]
     named += [(row.name, part) for row in plan.rows for part in row.parts]
     for name, part in named:
-        shown = show_bytes(part.nbytes)
-        on = (shown, "") if part.place == "device" else ("", shown)
-        rows.append((part.name, *on, ", ".join(filter(None, (name, part.when)))))
-    yield from aligned(rows)
-    yield "activations, and what a save copies to host memory, are not counted"
+        shown = [show_bytes(part.nbytes) if part.place == each else "" for each in (DEVICE, HOST)]
+        yield part.name, *shown, ", ".join(filter(None, (name, part.when)))
 
 
-def _strategies(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for row in plan.rows:
-        yield (
-            row.name,
-            "step" if row.every == 1 else f"{row.every:.0f} steps",
-            show_bytes(row.traffic.per_host),
-            show_bytes(row.traffic.per_step),
-            show_seconds(row.cost.exchange),
-            show_seconds(row.cost.exposed),
-            f"{row.cost.share_of_ideal:.1%}",
-            show_bytes(row.added("device")),
-            show_bytes(row.added("host")),
-        )
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    return (
+        row.name,
+        "step" if row.every == 1 else f"{row.every:.0f} steps",
+        show_bytes(row.traffic.per_host),
+        show_bytes(row.traffic.per_step),
+        show_seconds(row.cost.exchange),
+        show_seconds(row.cost.exposed),
+        f"{row.cost.share_of_ideal:.1%}",
+        *(show_bytes(added_bytes(row.parts, place)) for place in (DEVICE, HOST)),
+    )
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield rows with aligned columns; the first left-justified, the others right-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         yield "  ".join(cells).rstrip()
-
-
-# ---- What `--edit-auto` would choose, predicted from the planner's link, machine and step
-
-
-def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> AutoChoice:
-    """Return the choice of a run whose measurements agree with the planner's setting.
-
-    A training of unknown length is long enough for every interval.
-
-    Args:
-        config: its settings, with `--edit-auto`.
-        setting: link, machine and step.
-    """
-    rules = AutoSetting(
-        given=given_settings(config),
-        open=config.open_settings,
-        target=config.auto_share,
-        unit_numels=largest_rank(job),
-        payload=lambda numel, wire: shard_bytes(job, config, wire, numel),
-        depth=config.prefetch_units if lands_in_forward(job, config) else 1,
-    )
-    local_steps = LEAST_ROUNDS * INTERVALS[-1]
-    if job.num_iterations is not None:
-        last = last_local(job.num_iterations, config.final_sync_fraction)
-        local_steps = last - config.warmup_steps
-    return choose(rules, _measurement(job, config, setting), config.warmup_steps, local_steps)
-
-
-def _measurement(job: Job, config: EditConfig, setting: TimingSetting) -> Measurement:
-    """Return what a run would measure. All ranks of a host share its link; the machine's local work
-    does not depend on the wire type."""
-    machine, link, numels = setting.machine, setting.link, largest_rank(job)
-    work_of = partial(local_work, config, machine, size=job.mesh.num_replicas)
-    seconds_per_byte = max(link.seconds(job.mesh.ranks_per_host), machine.per_wire_byte)
-    work = sum(map(work_of, numels)) / sum(numels)
-    return Measurement(
-        step=setting.step,
-        forward=forward_seconds(job, setting),
-        rate=1 / seconds_per_byte,
-        latency=link.latency,
-        work=dict.fromkeys(WIRE_LOSS, work),
-    )

@@ -49,17 +49,21 @@ class TrainingFlags:
         """Return whether the flag is given."""
         return name in self._values
 
-    def text(self, name: str, default: str) -> str:
+    def text(self, name: str, default: str, known: Sequence[str] = ()) -> str:
         """Return the single value of a flag.
 
+        Args:
+            known: the values that it may have; empty for any.
+
         Raises:
-            UsageError: it has none, or several.
+            UsageError: it has none, several, or another one.
         """
         values = self._values.get(name, [default])
+        given = " ".join([name, *values])
         if len(values) != 1:
-            raise UsageError(
-                " ".join([name, *values]), "must have one value", "correct the flag, or drop it"
-            )
+            raise UsageError(given, "must have one value", "correct the flag, or drop it")
+        if known and values[0] not in known:
+            raise UsageError(given, f"must be of {', '.join(known)}", "correct it")
         return values[0]
 
     def count(self, name: str, default: int | None = None, most: int = MOST_COUNTED) -> int:
@@ -186,8 +190,6 @@ def _prefix_of(value: float) -> tuple[str, float]:
 
 def show_seconds(value: float) -> str:
     """Format seconds: `1.25 s`, `84 ms`, `12 min`."""
-    if not math.isfinite(value):
-        return "never"
     if value >= 600:
         return f"{value / 60:.0f} min" if value < 36000 else f"{value / 3600:.1f} h"
     if value >= 1:
