@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from typing import Any
 from megatron_edit.errors import UsageError
 
 MAX_WAITING_BYTES = 8 << 20  # per file, of lines that could not be written yet
-CHUNK_BYTES = 1 << 22
-TAIL_BYTES = 1 << 18
+TAIL_BYTES = 64 << 10
 
 
 class LineWriter:
@@ -137,26 +136,23 @@ def unreadable_error(path: Path, error: OSError | ValueError) -> UsageError:
     return UsageError(str(path), f"cannot be read ({reason})", "give the folder of --edit-log-dir")
 
 
-def last_records(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of the last 256 KiB of a file; empty without a file."""
-    found = stat_or_none(path)
-    if found is None or not stat.S_ISREG(found.st_mode):
-        return []
-    try:
-        with path.open("rb") as source:
-            source.seek(max(0, found.st_size - TAIL_BYTES))
-            lines = source.read().split(b"\n")
-    except OSError as error:
-        raise unreadable_error(path, error) from None
-    return [record for line in lines if (record := _record(line)) is not None]
-
-
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # also where the bytes are not text
         return None
     return record if isinstance(record, dict) else None
+
+
+def last_record(path: Path) -> dict[str, Any] | None:
+    """Return the last record in the last 64 KiB of a file; None where there is none."""
+    try:
+        with path.open("rb") as source:
+            source.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = source.read().split(b"\n")
+    except OSError:
+        return None
+    return next((found for line in reversed(lines) if (found := _record(line))), None)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -196,33 +192,23 @@ class LineReader:
         now = stat_or_none(self.path)
         return now is None or now.st_ino != self._inode or now.st_size < self._offset
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes written since the last `read`."""
-        now = stat_or_none(self.path)
-        return 0 if now is None else max(0, now.st_size - self._offset)
-
-    def read(self, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[dict[str, Any]]:
         """Yield the records of the lines written since the last call. A partial line waits.
-
-        Args:
-            on_bytes: called with the number of bytes of each chunk.
 
         Raises:
             UsageError: the file exists and cannot be read.
         """
-        for chunk in self._chunks():
-            self._offset += len(chunk)
-            on_bytes(len(chunk))
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                if (record := self._parse(line)) is not None:
-                    yield record
+        new = self._new_bytes()
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        for line in lines:
+            if (record := self._parse(line)) is not None:
+                yield record
 
-    def _chunks(self) -> Iterator[bytes]:
+    def _new_bytes(self) -> bytes:
         found = stat_or_none(self.path)
         if found is None:
-            return
+            return b""
         try:
             if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
                 raise ValueError("no file")
@@ -230,12 +216,11 @@ class LineReader:
                 inode = os.fstat(source.fileno()).st_ino
                 self._inode = inode if self._inode is None else self._inode
                 if inode != self._inode:  # replaced just now: the next call starts over
-                    return
+                    return b""
                 source.seek(self._offset)
-                while chunk := source.read(CHUNK_BYTES):
-                    yield chunk
+                return source.read()
         except FileNotFoundError:  # renamed just now
-            return
+            return b""
         except (OSError, ValueError) as error:
             raise unreadable_error(self.path, error) from None
 

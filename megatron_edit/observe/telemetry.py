@@ -1,4 +1,4 @@
-"""OpenTelemetry metrics and spans of a replica: docs/telemetry.md.
+"""OpenTelemetry metrics and spans of a replica: docs/monitoring.md.
 
 They go to the providers of the process, where it has some, as with Megatron's `--otel-enabled`;
 else to those that our flags ask for. Values are those of the event files.

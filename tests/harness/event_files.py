@@ -11,7 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_edit.config import EditConfig
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.findings import list_findings
+from megatron_edit.tools.monitor.membership import HubJournal
+from megatron_edit.tools.monitor.run import MonitoredRun
 
 SEQ_LENGTH, BATCH = 128, 8
 
@@ -143,3 +149,23 @@ class SyntheticRun:
             "state_bytes": 80_000_000,
             "seconds": {n: v * (0.8 + 0.4 * rng.random()) for n, v in seconds.items()},
         }  # fmt: skip
+
+
+def read_run(folder: Path, state_dir: Path | None = None) -> MonitoredRun:
+    """Read the event files of a run once, and the journal of its hub."""
+    run = MonitoredRun(folder, None if state_dir is None else HubJournal(state_dir))
+    run.poll()
+    return run
+
+
+def finding_texts(run: MonitoredRun) -> str:
+    """Return the texts of all findings, with their levels."""
+    return " ".join(f"{finding.level}: {finding.text}" for finding in list_findings(run))
+
+
+def page_and_frame(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
+    """Return the page of `report` and one frame of `watch`."""
+    assert main(["report", str(folder), *more]) == 0
+    capsys.readouterr()
+    assert main(["watch", str(folder), "--once", *more]) == 0
+    return (folder / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out

@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
+from megatron_edit.tools.compare.analysis import ComparisonResult, Spread, make_rows
 from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
 from megatron_edit.tools.compare.page import results_table, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
-    Point,
     Reading,
     RunKind,
     Timeline,
@@ -36,13 +35,13 @@ from megatron_edit.tools.compare.readings import (
     read_run,
 )
 from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
-from megatron_edit.tools.compare.statistics import Spread, differences, quotients
 from megatron_edit.tools.compare.traffic import (
     ElementBytes,
     Layout,
     baseline_bytes,
     warmup_bytes,
 )
+from megatron_edit.tools.pages.charts import EMPTY, RunCurves
 from megatron_edit.tools.pages.drawing import smoothed
 
 SEQ = 10
@@ -73,6 +72,7 @@ if "ddp" in argv:
     raise SystemExit(7)
 events = pathlib.Path(argv[argv.index("--edit-log-dir") + 1])
 events.mkdir(parents=True)
+(events / "run.json").write_text("{{}}")
 with (events.parents[2] / "calls").open("a") as calls:
     calls.write("x")
 print({lines!r})
@@ -96,7 +96,7 @@ def sync(iteration: int, **changes: Any) -> dict[str, Any]:
 def reading(kind: RunKind, syncs: list[dict[str, Any]], run: dict[str, Any] = RUN) -> Reading:
     """Return the reading of twelve iterations: six of 2 s, then six of 0.5 s."""
     log = console({i: 2000.0 if i <= 6 else 500.0 for i in range(1, 13)})
-    return make_reading(log, log.losses(), syncs, run, kind)
+    return make_reading("run", log, log.losses(), syncs, run, kind)
 
 
 # ---- readings
@@ -111,7 +111,9 @@ def test_final_phase_steps_count_as_exchanges() -> None:
     kind = replace(KIND, warmup_steps=6)
     plain, found = (reading(kind, [sync(9)], each) for each in (RUN, run))
     assert (plain.bytes_per_step, found.bytes_per_step) == (300 / 6, (300 + 3 * 400) / 6)
-    assert found.syncs == ((9, 300), (10, 400), (11, 400), (12, 400))
+    tokens, sent = found.curves.sent
+    assert tokens.tolist() == [360, 400, 440, 480, 480]
+    assert sent.tolist() == [300, 700, 1100, 1500, 1500]
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("int8", 260 / 256)])
@@ -134,8 +136,7 @@ def test_timeline_counts_iterations_between_log_lines() -> None:
     line = Timeline.of(console({3: 1000.0, 6: 1000.0, 9: 2000.0}), SEQ)
     assert list(line.iterations) == [0, 3, 6, 9]
     assert list(line.seconds) == [0.0, 3.0, 6.0, 12.0]
-    assert line.tokens_at(4) == pytest.approx(160)
-    assert line.seconds_at(99) == 12.0
+    assert line.tokens_at(np.array([4, 99])) == pytest.approx([160, 360])
     assert line.speed(3, 9) == pytest.approx(240 / 9)
     assert line.speed(9, 12) is None and Timeline.of(RunLog(), SEQ).speed(0, 9) is None
     resumed = Timeline.of(console({11: 1000.0, 12: 1000.0}), SEQ)
@@ -146,29 +147,27 @@ def test_a_edit_timeline_interpolates_between_meetings() -> None:
     """Between two meetings the total number of samples is unknown and is interpolated."""
     log = console({i: 1000.0 for i in range(1, 9)})
     line = Timeline.of(log, SEQ, {4: 8 + 20, 8: 16 + 60})
-    assert [line.tokens_at(i) for i in (3, 4, 6, 8)] == [120, 280, 520, 760]
+    assert line.tokens_at(np.array([3, 4, 6, 8])).tolist() == [120, 280, 520, 760]
     assert line.speed(4, 8) == pytest.approx(480 / 4)
 
 
 def test_reading_of_edit_excludes_warmup() -> None:
     """Speed and bytes are measured after the warm-up; bytes are those of one replica."""
     found = reading(KIND, [sync(9), sync(12, wire_bytes=600, state_bytes=800)])
-    assert (found.num_parameters, found.warmup_steps, found.seconds) == (100, 6, 15.0)
-    assert found.tokens_per_second == pytest.approx(80)
+    assert found.num_parameters == 100 and found.curves.seconds[1][-1] == 15.0
+    assert found.curves.speed == pytest.approx(80)
     assert found.bytes_per_step == pytest.approx(900 / 6)
     assert found.peak_bytes_per_second == pytest.approx(600 / 0.5)
-    assert found.state_bytes == 800 and found.final_loss == 7.0
-    # Two ranks, each 2 * 1/2 of its 50 gradients of 4 bytes.
-    assert found.step_bytes == pytest.approx(400)
-    assert found.validation[0] == Point(6, 240.0, 12.0, 7.5)
-    assert Reading.from_json(found.to_json()) == found
+    assert found.state_bytes == 800 and found.curves.final_loss == 7.0
+    assert [each.tolist() for each in found.curves.validation] == [[240, 480], [7.5, 7.0]]
+    assert [each.tolist() for each in found.curves.sent] == [[360, 480, 480], [300, 900, 900]]
     assert reading(KIND, [sync(9)]).state_bytes is None
 
 
 def test_reading_of_resumed_run_counts_steps_since_checkpoint() -> None:
     """Its syncs and losses begin at the checkpoint, so its steps must, too."""
     log = console({i: 500.0 for i in range(7, 13)})
-    found = make_reading(log, log.losses(), [sync(9), sync(12)], {}, KIND)
+    found = make_reading("run", log, log.losses(), [sync(9), sync(12)], {}, KIND)
     assert found.bytes_per_step == pytest.approx(600 / 6)
 
 
@@ -176,7 +175,8 @@ def test_reading_of_synchronous_training_counts_every_step() -> None:
     """Bytes are sent in every step; the rate is over a mean step of 0.5 s."""
     ddp = RunKind(KIND.layout, SEQ, warmup_steps=6, is_synchronous=True)
     found = reading(ddp, [], RUN | {"config": {"warmup_steps": 1000}})
-    assert (found.warmup_steps, found.bytes_per_step, found.state_bytes) == (6, 400, 0)
+    assert (found.bytes_per_step, found.state_bytes) == (400, 0)
+    assert found.curves.sent[1].tolist() == [400, 800, 1200, 1600, 2000, 2400, 2400]
     assert found.peak_bytes_per_second == pytest.approx(400 / 0.5)
     stock = RunKind(
         KIND.layout, SEQ, 6, is_stock=True, is_synchronous=True, element=ElementBytes(4, 4)
@@ -239,10 +239,10 @@ def test_reading_of_ideal_excludes_last_step() -> None:
     log = console({i: 2000.0 if i in (1, 2, 12) else 500.0 for i in range(1, 13)})
     ideal = RunKind(KIND.layout, SEQ, warmup_steps=2, is_ideal=True)
     found = make_reading(
-        log, log.losses(), [sync(12)], RUN | {"config": {"warmup_steps": 2}}, ideal
+        "run", log, log.losses(), [sync(12)], RUN | {"config": {"warmup_steps": 2}}, ideal
     )
-    assert found.tokens_per_second == pytest.approx(80)
-    assert (found.bytes_per_step, found.syncs, found.peak_bytes_per_second) == (0, (), None)
+    assert found.curves.speed == pytest.approx(80) and found.curves.sent[1].tolist() == [0]
+    assert (found.bytes_per_step, found.peak_bytes_per_second) == (0, None)
 
 
 def test_kind_of_run_follows_from_plan() -> None:
@@ -264,22 +264,24 @@ def test_kind_of_run_follows_from_plan() -> None:
 # ---- several runs
 
 
-def test_runs_are_paired_by_seed() -> None:
-    assert differences({1: 3.0, 2: 5.0, 3: 9.0}, {2: 4.0, 1: 1.0}) == [2.0, 1.0]
-    assert quotients({1: 3.0, 2: 5.0}, {1: 2.0, 2: 0.0}) == [1.5]
+def test_spread_is_that_of_known_values() -> None:
     spread = Spread.of([1.0, None, 3.0])
     assert spread == Spread(2.0, math.sqrt(2), 2)
     assert Spread.of([1.0]) == Spread(1.0, None, 1) and Spread.of([None]) is None
 
 
-def made_up(loss: float, speed: float, *, seed: int | None = None) -> Reading:
+def made_up(loss: float, speed: float, *, seed: int | None = None, name: str = "edit") -> Reading:
     """Return a reading; all its values become worse with the seed."""
     worse = 0.25 * (seed or 0)
-    points = tuple(Point(i, 40.0 * i, 1.0 * i, loss + worse + 12 - i) for i in range(1, 13))
+    steps = np.arange(1.0, 13.0)
+    tokens, losses = 40 * steps, loss + worse + 12 - steps
+    curves = RunCurves(
+        name, seconds=(tokens, steps), training=(tokens, losses),
+        validation=(tokens[5::6], losses[5::6]), sent=(tokens[[8, 11]], np.array([300.0, 600.0])),
+        final_loss=loss + worse, speed=speed / (1 + worse),
+    )  # fmt: skip
     return Reading(
-        num_parameters=100, iterations=12, warmup_steps=6, seconds=12.0, training=points,
-        validation=points[5::6], final_loss=loss + worse, tokens_per_second=speed / (1 + worse),
-        step_bytes=400.0, syncs=((9, 300), (12, 300)), bytes_per_step=100.0,
+        num_parameters=100, iterations=12, curves=curves, bytes_per_step=100.0,
         peak_bytes_per_second=2e6, state_bytes=800, versions={"torch": "2"},
     )  # fmt: skip
 
@@ -289,7 +291,9 @@ def outcome() -> ComparisonResult:
     entries = parse_entries("ddp,edit,edit:no-clip:lr=<b>", with_ideal=True)[:3]
     runs = make_plan(SETTING, entries, (1, 2))
     values = {"ideal": (9.0, 100.0), "ddp": (5.0, 80.0), "edit": (5.5, 90.0)}
-    readings = {run: made_up(*values[run.entry.name], seed=run.seed) for run in runs}
+    readings = {
+        run: made_up(*values[run.entry.name], seed=run.seed, name=run.entry.label) for run in runs
+    }
     failed = next(run for run in runs if run.name == "edit, seed 2")
     del readings[failed]
     return ComparisonResult(runs, readings, {failed: "ended with <exit code> 3"})
@@ -412,16 +416,19 @@ def test_validation_losses_are_read_from_event_files(tmp_path: Path) -> None:
         {"iteration": 12, "validation_loss": 7.9, "split": "test"},
     ]
     (tmp_path / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_run(tmp_path / "console.log", tmp_path, KIND)
-    assert found.final_loss == 7.000123456 and [p.loss for p in found.training] == [6.0]
+    curves = read_run("run", tmp_path / "console.log", tmp_path, KIND).curves
+    assert curves.final_loss == 7.000123456 and curves.training[1].tolist() == [6.0]
 
 
 def test_run_without_losses_has_no_curves(tmp_path: Path) -> None:
     """Every step of fp16 may have been skipped, so that no loss is logged."""
     (run,) = make_plan(SETTING, parse_entries("edit", with_ideal=False), ())
-    reading = replace(made_up(5.0, 80.0), training=(), validation=(), final_loss=None)
+    reading = made_up(5.0, 80.0)
+    curves = replace(reading.curves, training=EMPTY, validation=EMPTY, final_loss=None)
+    reading = replace(reading, curves=curves)
     page = write_report(tmp_path, ComparisonResult((run,), {run: reading}, {}))
-    assert "<svg" not in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert "<h3>Speed</h3>" in text and "Loss by" not in text
 
 
 def test_report_is_written_if_all_runs_failed(tmp_path: Path) -> None:
@@ -520,3 +527,6 @@ def test_failed_run_does_not_stop_others_and_results_are_reused(tmp_path: Path) 
         and "edit (2 of 2): finished before" in messages
     )
     assert folder_of(plan[0], tmp_path / "out").is_dir()  # contains the log of the failed run
+    (folder_of(plan[1], tmp_path / "out") / "console.log").unlink()  # then it is trained again
+    carry_out(plan, tmp_path / "out", Limits(60, 60), messages.append)
+    assert (tmp_path / "out" / "calls").read_text() == "xx"

@@ -18,10 +18,10 @@ import pytest
 
 from megatron_edit.observe.events import move_aside
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.charts import MAX_ROWS, replica_charts
 from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.summary import replica_table
 from tests.harness.elastic_event_files import (
     BEGAN_AT,
     FENCED,
@@ -30,7 +30,7 @@ from tests.harness.elastic_event_files import (
     SyntheticElasticRun,
     SyntheticEpoch,
 )
-from tests.harness.event_files import BATCH, SyntheticRun
+from tests.harness.event_files import BATCH, SyntheticRun, finding_texts, page_and_frame, read_run
 
 pytest.importorskip("rich")
 EPOCHS = [
@@ -41,26 +41,6 @@ EPOCHS = [
     SyntheticEpoch(("a", "c", "node-4.rack7"), 4),
 ]
 COMPLETE = SyntheticElasticRun(EPOCHS, is_over=True)
-
-
-def read(logs: Path, *, has_journal: bool = False) -> MonitoredRun:
-    """Read the event files of a run once, and its journal if wanted."""
-    run = MonitoredRun(logs, HubJournal(logs.parent / "hub") if has_journal else None)
-    run.poll()
-    return run
-
-
-def texts_of(run: MonitoredRun) -> str:
-    """Return the texts of all findings, with their levels."""
-    return " ".join(f"{finding.level}: {finding.text}" for finding in list_findings(run))
-
-
-def visible(logs: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
-    """Return the page of `report` and one frame of `watch`."""
-    assert main(["report", str(logs), *more]) == 0
-    capsys.readouterr()
-    assert main(["watch", str(logs), "--once", *more]) == 0
-    return (logs / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
 
 
 def set_age(logs: Path, seconds: float) -> None:
@@ -74,34 +54,35 @@ def set_age(logs: Path, seconds: float) -> None:
 
 
 def test_replicas_are_read_by_name(tmp_path: Path) -> None:
-    run = read(COMPLETE.write(tmp_path))
-    assert run.num_damaged == {} and run.missing == [] and run.drift is None
+    run = read_run(COMPLETE.write(tmp_path))
+    assert run.num_damaged == {} and run.missing == []
     assert [replica.name for replica in run.replicas] == ["a", "b", "c", "node-4.rack7"]
     assert [replica.name for replica in run.members] == ["a", "c", "node-4.rack7"]
     assert [replica.step for replica in run.replicas] == [66, 14, 66, 18]
-    assert run.replicas[1].num_iterations == 2 + 4 * 4 + 3 * 4
-    assert run.samples == run.syncs.samples == COMPLETE._samples
+    assert len(run.replicas[1].steps) == 2 + 4 * 4 + 3 * 4
+    assert run.samples == run.syncs.records[-1].samples_all == COMPLETE._samples
     assert (run.state, run.progress) == ("finished", 1.0)
-    assert run.losses.curve()[0][-1] == pytest.approx(COMPLETE._samples, abs=run.losses.width)
+    assert run.losses[0][-1] == COMPLETE._samples
 
 
 def test_columns_follow_the_names(tmp_path: Path) -> None:
     """A column stays with its replica when another one leaves before it."""
-    run = read(COMPLETE.write(tmp_path))
+    run = read_run(COMPLETE.write(tmp_path))
     lines = COMPLETE.lines["sync.jsonl"]
-    norms = run.syncs.rows.column("replica_norm")
+    norms = run.syncs.by_replica(lambda sync: sync.norms.mean(axis=0), 4)
     names = [replica.name for replica in run.replicas]
     for row, line in zip(norms, lines, strict=True):
         means = dict(zip(line["members"], np.mean(line["norms"], axis=0), strict=True))
         expected = [means.get(name, np.nan) for name in names]
         assert row == pytest.approx(expected, nan_ok=True)
     of_b = [line["weights"] for line in lines if "b" in line["members"]]
-    assert run.syncs.mean_weights()[1] == pytest.approx(np.mean([[w[1] for w in x] for x in of_b]))
-    assert [sync.num_replicas for sync in run.syncs.recent][-7:] == [3, 2, 2, 3, 3, 3, 3]
+    mean_weight = np.mean([[w[1] for w in x] for x in of_b])
+    assert replica_table(run).rows[1][-2] == f"{mean_weight:.3f}"
+    assert [len(sync.members) for sync in run.syncs.records][-7:] == [3, 2, 2, 3, 3, 3, 3]
 
 
 def test_changes_of_the_members(tmp_path: Path) -> None:
-    membership = read(COMPLETE.write(tmp_path)).membership
+    membership = read_run(COMPLETE.write(tmp_path)).membership
     found = [(c.round, c.epoch, c.came, [span.name for span in c.left])
              for c in membership.changes]  # fmt: skip
     assert found == [
@@ -109,15 +90,14 @@ def test_changes_of_the_members(tmp_path: Path) -> None:
         (11, 4, (), ["b"]), (13, 5, ("node-4.rack7",), []),
     ]  # fmt: skip
     assert membership.share("b") == 7 / 16 and membership.share("a") == 1
-    first, second = membership.spans["b"]
-    assert (first.start, first.end, second.start, second.end) == (0, 30, 60, 90)
+    assert [span.next_round for span in membership.spans["b"]] == [5, 11]
     assert membership.changes[1].time == BEGAN_AT + 50
 
 
 def test_growing_run_equals_complete_run(tmp_path: Path) -> None:
     """Files of replicas that join appear later. Would catch files that are looked for once."""
     logs = COMPLETE.write(tmp_path / "whole")
-    whole, growing = read(logs, has_journal=True), tmp_path / "growing" / "logs"
+    whole, growing = read_run(logs, logs.parent / "hub"), tmp_path / "growing" / "logs"
     (tmp_path / "growing" / "hub").mkdir(parents=True)
     growing.mkdir()
     run = MonitoredRun(growing, HubJournal(tmp_path / "growing" / "hub"))
@@ -134,9 +114,9 @@ def test_growing_run_equals_complete_run(tmp_path: Path) -> None:
         run.poll()
     assert run.num_damaged == {} and run.state == "finished"
     assert run.membership.changes == whole.membership.changes
-    assert run.syncs.sums == whole.syncs.sums
-    steps = {replica.name: (replica.step, replica.num_iterations) for replica in run.replicas}
-    assert steps == {r.name: (r.step, r.num_iterations) for r in whole.replicas}
+    assert run.syncs.elapsed == whole.syncs.elapsed
+    steps = {replica.name: (replica.step, len(replica.steps)) for replica in run.replicas}
+    assert steps == {r.name: (r.step, len(r.steps)) for r in whole.replicas}
     assert run.journal is not None and run.journal.leader == "a"
 
 
@@ -149,17 +129,17 @@ def test_joiner_without_a_step_is_not_anomalous(tmp_path: Path) -> None:
     line["anomalous"] = [[False, False, True] for _ in line["units"]]
     text = "".join(json.dumps(each) + "\n" for each in run.lines["sync.jsonl"])
     (logs / "sync.jsonl").write_text(text)
-    assert read(logs).syncs.sums["anomalies"] == 0
+    assert read_run(logs).syncs.num_anomalies == 0
     line["why"][0][1], line["anomalous"][0][1] = "norm", True
     text = "".join(json.dumps(each) + "\n" for each in run.lines["sync.jsonl"])
     (logs / "sync.jsonl").write_text(text)
-    assert read(logs).syncs.anomaly_shares()[1] > 0
+    assert read_run(logs).syncs.anomaly_shares(3)[1] > 0
 
 
 def test_new_epoch_with_the_same_members_is_a_change(tmp_path: Path) -> None:
     """A replica that was lost and came back within a round, or groups that were formed again."""
     epochs = [SyntheticEpoch("ab", 2), SyntheticEpoch("ab", 2)]
-    run = read(SyntheticElasticRun(epochs, nominal=2).write(tmp_path))
+    run = read_run(SyntheticElasticRun(epochs, nominal=2).write(tmp_path))
     assert [(c.epoch, c.came, c.left) for c in run.membership.changes] == [
         (1, ("a", "b"), ()), (2, (), ())
     ]  # fmt: skip
@@ -183,15 +163,15 @@ def test_run_goes_on_without_a_replica(
 ) -> None:  # fmt: skip
     epochs = [SyntheticEpoch("abc", 3), SyntheticEpoch("ac", 3, {"b": end}, reason)]
     logs = SyntheticElasticRun(epochs).write(tmp_path)
-    run = read(logs, has_journal=has_journal)
+    run = read_run(logs, tmp_path / "hub" if has_journal else None)
     assert run.state == "running" and run.failure is None
     assert run.speed == pytest.approx(2 * BATCH * 128 * 4 / 10)
-    assert ("Replica b was lost before sync 4" in texts_of(run)) == is_warned
-    assert "note: 2 of nominally 3 replicas take part." in texts_of(run)
+    assert ("Replica b was lost before sync 4" in finding_texts(run)) == is_warned
+    assert "note: 2 of nominally 3 replicas take part." in finding_texts(run)
     if is_warned:
-        assert "warning: Replica b" in texts_of(run) and "start it again" in texts_of(run)
+        assert "warning: Replica b" in finding_texts(run) and "start it again" in finding_texts(run)
     more = ["--state-dir", str(tmp_path / "hub")] if has_journal else []
-    for text in visible(logs, capsys, *more):
+    for text in page_and_frame(logs, capsys, *more):
         assert (f"b ({reason})" if has_journal else shown) in text
         assert "Members: a, c (epoch 2)" in text
         assert ("leader: a" if has_journal else "give --state-dir of the hub") in text
@@ -201,13 +181,13 @@ def test_replica_that_came_back_is_a_note(tmp_path: Path) -> None:
     """With the number of its losses; leaves on request are not counted."""
     epochs = [*EPOCHS, SyntheticEpoch("abc", 2), SyntheticEpoch("ac", 2, {"b": FENCED}),
               SyntheticEpoch("abc", 1)]  # fmt: skip
-    run = read(SyntheticElasticRun(epochs).write(tmp_path))
+    run = read_run(SyntheticElasticRun(epochs).write(tmp_path))
     (text,) = [finding.text for finding in list_findings(run) if "Replica b" in finding.text]
     assert text == (
         "Replica b was lost before sync 19 (the last of 2 times); failed with exit code 5: the "
         "others went on. It has come back."
     )
-    assert "note: Replica b" in texts_of(run)
+    assert "note: Replica b" in finding_texts(run)
 
 
 def test_journal_gives_reasons_and_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,13 +207,13 @@ def test_journal_gives_reasons_and_news(tmp_path: Path, capsys: pytest.CaptureFi
         ):  # fmt: skip
             file.write(json.dumps(line) + "\n")
         file.write('{"event": "jo')
-    run = read(logs, has_journal=True)
-    assert "Replica b was evicted by the hub before sync 4; no end record." in texts_of(run)
-    assert "note: The hub was started again 2 times." in texts_of(run)
+    run = read_run(logs, logs.parent / "hub")
+    assert "Replica b was evicted by the hub before sync 4; no end record." in finding_texts(run)
+    assert "note: The hub was started again 2 times." in finding_texts(run)
     failed = "Replica g was lost before it took part, 4 times in a row: look at its output."
-    assert f"warning: {failed}" in texts_of(run)
+    assert f"warning: {failed}" in finding_texts(run)
     assert run.num_damaged == {"journal.jsonl": 2}
-    page, frame = visible(logs, capsys, "--state-dir", str(tmp_path / "hub"))
+    page, frame = page_and_frame(logs, capsys, "--state-dir", str(tmp_path / "hub"))
     assert "Since the last sync: c has left (lost, " in page and "; d joining" in page
     assert "c has left" in re.sub(r"\s+", " ", frame)
 
@@ -258,18 +238,18 @@ def test_end_of_all_members_ends_the_run(
         with (logs / f"replica-{name}.jsonl").open("a") as file:
             file.write(json.dumps(end | {"time": BEGAN_AT + 99}) + "\n")
     set_age(logs, age)
-    run = read(logs)
+    run = read_run(logs)
     assert run.state == state
-    assert ("Replica a failed" in texts_of(run)) == (state == "failed")
+    assert ("Replica a failed" in finding_texts(run)) == (state == "failed")
 
 
 def test_loss_in_warm_up_ends_the_run(tmp_path: Path) -> None:
     """There are no syncs yet: all that have a file are members."""
     logs = SyntheticElasticRun([SyntheticEpoch("abc", 0)]).write(tmp_path)
-    assert [replica.name for replica in read(logs).members] == ["a", "b", "c"]
+    assert [replica.name for replica in read_run(logs).members] == ["a", "b", "c"]
     with (logs / "replica-b.jsonl").open("a") as file:
         file.write(json.dumps(FENCED | {"exit_code": 4, "time": BEGAN_AT}) + "\n")
-    assert read(logs).state == "failed"
+    assert read_run(logs).state == "failed"
 
 
 # ---- files
@@ -300,10 +280,10 @@ def test_resumed_elastic_run_is_read_with_its_earlier_files(tmp_path: Path) -> N
         "segment": {"number": 2, "resumed_from": {"iteration": 9, "samples": point}}
     }
     (logs / "run.json").write_text(json.dumps(record))
-    run = read(logs)
-    assert run.num_damaged == {} and run.drift is None
+    run = read_run(logs)
+    assert run.num_damaged == {}
     assert run.resumed_at == [point // (3 * BATCH)]
-    assert run.syncs.rows.column("round")[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert [sync.round for sync in run.syncs.records] == [1, 2, 3, 4, 5, 6, 7]
     assert [replica.name for replica in run.members] == ["b", "c"]
     assert {replica.name for replica in run.replicas} == {"a", "b", "c"} | {"z"}  # in sync.1.jsonl
     assert run.replicas[-1].name in "cz" and run.samples == second.lines["sync.jsonl"][-1][
@@ -321,16 +301,16 @@ def test_file_of_an_earlier_run_is_not_read(tmp_path: Path) -> None:
         (logs / name).write_bytes((logs / "replica-a.jsonl").read_bytes())
     hour_ago = time.time() - 3600
     os.utime(logs / "replica-old.jsonl", (hour_ago, hour_ago))
-    assert [replica.name for replica in read(logs).replicas] == ["a", "b"]
+    assert [replica.name for replica in read_run(logs).replicas] == ["a", "b"]
 
 
 def test_missing_file_of_a_member_is_reported(tmp_path: Path) -> None:
     """Its machine may have a folder of its own."""
     logs = COMPLETE.write(tmp_path)
     (logs / "replica-c.jsonl").unlink()
-    run = read(logs)
-    assert [run.name_of(number) for number in run.missing] == ["c"]
-    assert "No file of replica c in this folder" in texts_of(run)
+    run = read_run(logs)
+    assert [replica.name for replica in run.missing] == ["c"]
+    assert "No file of replica c in this folder" in finding_texts(run)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +326,7 @@ def test_damaged_members_are_counted(tmp_path: Path, changes: dict[str, Any]) ->
     logs = made_up.write(tmp_path)
     with (logs / "sync.jsonl").open("a") as file:
         file.write(json.dumps(made_up.lines["sync.jsonl"][-1] | changes) + "\n")
-    run = read(logs)
+    run = read_run(logs)
     assert run.num_damaged == {"sync.jsonl": 1} and run.syncs.count == 2
     assert [replica.name for replica in run.replicas] == ["a", "b"]
 
@@ -357,7 +337,7 @@ def test_damaged_members_are_counted(tmp_path: Path, changes: dict[str, Any]) ->
 def test_page_and_frame_show_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The picture, the changes, and each replica's share of the syncs."""
     logs = COMPLETE.write(tmp_path)
-    page, frame = visible(logs, capsys, "--state-dir", str(tmp_path / "hub"))
+    page, frame = page_and_frame(logs, capsys, "--state-dir", str(tmp_path / "hub"))
     assert "elastic, nominally 3 replicas x 2 ranks" in page
     assert "elastic, nominally 3 replicas x 2 ranks" in re.sub(r"\s+", " ", frame)
     assert page.count("<figure") == 9 and "<h3>Members</h3>" in page
@@ -387,18 +367,8 @@ def test_page_and_frame_show_members(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_every_kind_of_elastic_run_is_shown(
     tmp_path: Path, made_up: SyntheticElasticRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, frame = visible(made_up.write(tmp_path), capsys)
+    page, frame = page_and_frame(made_up.write(tmp_path), capsys)
     assert "Members: " in page and "Members: " in frame
-
-
-def test_picture_is_limited(tmp_path: Path) -> None:
-    """To the replicas that came or left, and to bars that can be told apart."""
-    names = [f"n{number:02}" for number in range(60)]
-    epochs = [SyntheticEpoch(tuple(names[number % 3 :]), 1) for number in range(600)]
-    run = read(SyntheticElasticRun(epochs, nominal=60, tau=1).write(tmp_path))
-    chart = replica_charts(run)[0]
-    assert f"{60 - MAX_ROWS} more replicas are not shown." in chart.note
-    assert len(chart.svg) < 1_000_000 and ">n00<" in chart.svg
 
 
 def test_advice_is_valid_in_an_elastic_run(tmp_path: Path) -> None:
@@ -409,12 +379,12 @@ def test_advice_is_valid_in_an_elastic_run(tmp_path: Path) -> None:
         line["seconds"] |= {"exposed": 0.8, "wait": 0.1}
     text = "".join(json.dumps(line) + "\n" for line in made_up.lines["sync.jsonl"])
     (logs / "sync.jsonl").write_text(text)
-    assert "of the time: raise --edit-sync-interval." in texts_of(read(logs))
+    assert "of the time: raise --edit-sync-interval." in finding_texts(read_run(logs))
     for line in made_up.lines["sync.jsonl"]:
         line["seconds"]["wait"] = 4.0
     text = "".join(json.dumps(line) + "\n" for line in made_up.lines["sync.jsonl"])
     (logs / "sync.jsonl").write_text(text)
-    assert "The leader waited for the others 40.0 %" in texts_of(read(logs))
+    assert "The leader waited for the others 40.0 %" in finding_texts(read_run(logs))
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])

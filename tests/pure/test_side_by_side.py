@@ -20,20 +20,14 @@ from megatron_edit.tools.monitor.summary import names_of
 from megatron_edit.tools.pages.charts import RunCurves
 from megatron_edit.tools.pages.drawing import svg_drawing
 from tests.harness.elastic_event_files import FENCED, SyntheticElasticRun, SyntheticEpoch
-from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun
+from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun, read_run
 from tests.harness.resumed_event_files import RunPart, write_runs
 
 TOKENS = BATCH * 4 * SEQ_LENGTH  # of an iteration
 
 
-def read(folder: Path) -> MonitoredRun:
-    run = MonitoredRun(folder)
-    run.poll()
-    return run
-
-
 def progress(folder: Path) -> tuple[MonitoredRun, RunCurves]:
-    run = read(folder)
+    run = read_run(folder)
     return run, curves_of("run", run)
 
 
@@ -108,8 +102,7 @@ def test_seconds_of_an_elastic_run_cover_replicas_that_come_and_go(tmp_path: Pat
     logs = SyntheticElasticRun(epochs, is_over=True).write(tmp_path)
     run, found = progress(logs)
     assert found.seconds[1][-1] == pytest.approx(36 * 10, rel=0.05)
-    assert run.facts.seq_length is not None
-    assert run.tokens == run.syncs.samples * run.facts.seq_length
+    assert run.tokens == run.syncs.records[-1].samples_all * run.facts.seq_length
 
 
 def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
@@ -127,26 +120,6 @@ def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
     assert seconds[-1] == pytest.approx(0.105 * 100, rel=0.05)
 
 
-def test_sent_bytes_are_the_sum_over_all_syncs(tmp_path: Path) -> None:
-    """With more syncs than are kept one by one; would catch rows of several syncs counted once."""
-    run, found = progress(SyntheticRun(replicas=1, units=3, rounds=700, tau=1).write(tmp_path))
-    assert run.syncs.rows.width > 1
-    assert found.sent[1][-1] == pytest.approx(700 * 12_345_678)
-    assert found.sent[1][-1] == run.syncs.sums["wire_bytes"]
-
-
-def test_files_without_sizes_have_no_curves(tmp_path: Path) -> None:
-    """Event files of an old version still get a column, with dashes."""
-    folders = [SyntheticRun(rounds=2).write(tmp_path / name) for name in ("old", "new")]
-    path = folders[0] / "run.json"
-    record = json.loads(path.read_text())
-    del record["training"]
-    path.write_text(json.dumps(record))
-    lines = table([read(folder) for folder in folders])
-    assert lines["million tokens"] == ["–", "0.1475"]  # noqa: RUF001 - a typographic dash
-    assert main(["report", *map(str, folders), "--output", str(tmp_path / "page.html")]) == 0
-
-
 def table(runs: list[MonitoredRun]) -> dict[str, list[str]]:
     return Runs.of(runs).results
 
@@ -162,7 +135,7 @@ def test_table_agrees_with_the_event_files(tmp_path: Path) -> None:
     add_evaluation(folders[0], 100, 2.5)
     add_evaluation(folders[1], 100, 2.0, name="a")  # two validation sets
     add_evaluation(folders[1], 100, 4.0, name="b")
-    runs = [read(folder) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     lines = table(runs)
     dash = "–"  # noqa: RUF001 - a typographic dash
     assert lines["strategy"] == ["ddp", "edit"]
@@ -191,7 +164,7 @@ def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
         odd = ["train.py", "--bf16", "--lr", "2e-3", "--use-edit", "--edit-clip", "10"]
         change = {"log_dir": str(folder)} | ({"clip": 3.0} if folder.name == "c" else {})
         change_run(folder, change, odd if folder.name == "b" else same)
-    assert Runs.of([read(folder) for folder in folders]).settings == {
+    assert Runs.of([read_run(folder) for folder in folders]).settings == {
         "script": ["pretrain_gpt.py", "train.py", "pretrain_gpt.py"],
         "--lr": ["1e-3", "2e-3", "1e-3"],
         "--edit-clip": ["10.0", "10.0", "3.0"],
@@ -224,7 +197,7 @@ def test_page_and_summary_of_several_runs(
         ("log other", "other/run.json: was not written by a run"),
         ("log log", "log: is given twice"),
         ("log second --state-dir hub", "--state-dir: belongs to a single run"),
-        ("log second --output log", "--output log: must be a file"),
+        ("log second --output log", "--output log: cannot be written (must be a file)"),
     ],
 )
 def test_bad_folders_are_refused_in_one_line(

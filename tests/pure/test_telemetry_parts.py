@@ -41,7 +41,7 @@ from tests.harness.otlp_receiver import collector
 from tests.harness.ports import free_ports
 from tests.pure.test_event_log import report
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "telemetry.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 STEP = Iteration(41, 41, 3.25, 1.0, 1e-3, 8, 320, 1024, 0.1)
 
 

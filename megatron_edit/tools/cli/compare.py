@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import shlex
 import shutil
 import signal
@@ -26,7 +28,7 @@ from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits
 from megatron_edit.tools.compare.page import summary, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
-from megatron_edit.tools.compare.runs import carry_out, reading_of
+from megatron_edit.tools.compare.runs import carry_out, has_finished
 
 NEEDED = ("matplotlib", "jinja2", "tqdm")  # the extra `report`
 SILENT_SECONDS = 1800.0
@@ -70,7 +72,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     folder: Path = options.output_dir
     if options.list:
         for each in plan:
-            is_there = reading_of(each, folder) is not None
+            is_there = has_finished(each, folder)
             sys.stdout.write(f"{each.name}: {'finished' if is_there else 'to be run'}\n")
         return 0
     _prepare(folder)
@@ -133,10 +135,9 @@ def _seeds(text: str) -> list[int]:
 
 def _prepare(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UsageError(
             f"--output-dir {folder}",

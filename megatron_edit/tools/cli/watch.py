@@ -6,13 +6,14 @@ import argparse
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.cli.report import add_state_dir, check_elastic, journal_of, read_all
+from megatron_edit.tools.cli.report import add_state_dir, journal_of
 from megatron_edit.tools.cli.words import check_installed, refuse_rest
-from megatron_edit.tools.monitor.run import MonitoredRun, check_folder
+from megatron_edit.tools.monitor.files import check_folder
+from megatron_edit.tools.monitor.run import MonitoredRun
 
 SECONDS = 2.0
 
@@ -37,7 +38,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     if not options.seconds > 0:
         raise UsageError(f"--seconds {options.seconds:g}", "must be above 0", "leave it out")
     check_folder(options.folder, may_be_missing=True)
-    check_installed("rich", "tqdm")
+    check_installed("rich")
     try:
         _watch(options)
     except KeyboardInterrupt:
@@ -52,8 +53,7 @@ def _watch(options: Namespace) -> None:
     from megatron_edit.tools.monitor.watch import render_frame
 
     training = MonitoredRun(options.folder, journal_of(options))
-    read_all(training)
-    check_elastic(training)
+    training.poll()
     console = Console()
     if options.once or not console.is_terminal or training.is_over:
         # A file has no width of its own.
@@ -62,15 +62,9 @@ def _watch(options: Namespace) -> None:
         return
     first = render_frame(training)
     with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        for _ in _until_over(training):  # the last losses are written after the last iteration
+        is_over = False
+        while not is_over:  # once more after the end: the last losses follow the last iteration
+            is_over = training.is_over
             time.sleep(options.seconds)
             training.poll()
             live.update(render_frame(training), refresh=True)
-
-
-def _until_over(training: MonitoredRun) -> Iterator[None]:
-    """Yield until the training is over, and once more."""
-    is_over = False
-    while not is_over:
-        is_over = training.is_over
-        yield

@@ -3,9 +3,9 @@
 | module | contents |
 |---|---|
 | flags, entries, plan | the runs, as immutable data |
-| finished | stored results, by the hash of their configuration |
+| finished | marks of finished runs, with the hash of their configuration |
 | follow, runs | starting, following and aborting trainings |
 | console_log, traffic, readings | the results of a training, as numbers |
-| statistics, analysis | statistics over several runs |
-| pictures, page | the report |
+| analysis | statistics over several runs |
+| page | the report |
 """

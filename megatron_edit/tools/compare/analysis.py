@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from megatron_edit.tools.compare.entries import IDEAL
 from megatron_edit.tools.compare.plan import RunPlan
 from megatron_edit.tools.compare.readings import Reading
-from megatron_edit.tools.compare.statistics import Spread, differences, quotients
 
 Seed = int | None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and spread of several values of one quantity."""
+
+    mean: float
+    # Standard deviation of the values (not of their mean); None for a single one.
+    deviation: float | None
+    num: int  # number of values
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        """Compute it from the known values; None without any, NaN if one is not finite."""
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        if not all(map(math.isfinite, known)):  # a run that diverged
+            return cls(math.nan, None, len(known))
+        return cls(fmean(known), stdev(known) if len(known) > 1 else None, len(known))
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,7 @@ def make_rows(outcome: ComparisonResult) -> list[ComparisonRow]:
     """Return a row for each entry, in the given order."""
     first = next((label for label in outcome.compared if outcome.of_label(label)), None)
     base = _losses(outcome, first) if first is not None else {}
-    ideal = _values(outcome.of_label(IDEAL), lambda r: r.tokens_per_second)
+    ideal = _values(outcome.of_label(IDEAL), lambda r: r.curves.speed)
     return [_row(outcome, label, base if label != first else {}, ideal) for label in outcome.labels]
 
 
@@ -65,16 +86,16 @@ def _row(
 ) -> ComparisonRow:
     found = outcome.of_label(label)
     losses = _losses(outcome, label) if label in outcome.compared else {}
-    speeds = _values(found, lambda r: r.tokens_per_second)
+    speeds = _values(found, lambda r: r.curves.speed)
     readings = list(found.values())
     states = [r.state_bytes for r in readings if r.state_bytes is not None]
     failed = [str(run.seed) for run in outcome.failures if run.entry.label == label]
     return ComparisonRow(
         label=label,
         loss=Spread.of(list(losses.values())),
-        difference=Spread.of(differences(losses, base)),
+        difference=Spread.of([losses[seed] - base[seed] for seed in losses if seed in base]),
         speed=Spread.of(list(speeds.values())),
-        share=Spread.of(quotients(speeds, ideal)),
+        share=Spread.of([speeds[seed] / ideal[seed] for seed in speeds if ideal.get(seed)]),
         step_bytes=Spread.of([r.bytes_per_step for r in readings]),
         peak=Spread.of([r.peak_bytes_per_second for r in readings]),
         state_bytes=max(states, default=None),
@@ -84,7 +105,7 @@ def _row(
 
 
 def _losses(outcome: ComparisonResult, label: str) -> dict[Seed, float]:
-    return _values(outcome.of_label(label), lambda r: r.final_loss)
+    return _values(outcome.of_label(label), lambda r: r.curves.final_loss)
 
 
 def _values(
@@ -92,8 +113,3 @@ def _values(
 ) -> dict[Seed, float]:
     found = {seed: value(reading) for seed, reading in readings.items()}
     return {seed: number for seed, number in found.items() if number is not None}
-
-
-def is_synchronous(run: RunPlan) -> bool:
-    """Return whether gradients are exchanged at every step."""
-    return not (run.entry.syncs or run.entry.name == IDEAL)

@@ -35,21 +35,13 @@ class Entry:
 
     name: str  # a strategy, `stock`, `stock-instances`, or `ideal`
     own_flags: tuple[str, ...] = ()  # command-line words of this entry only, after all others
-    # The user's notation of them, with names of files: `@edit_quality.args`.
+    # The user's notation of them, with names of files: `no-clip`, `@edit_quality.args`.
     settings: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """Label, such as `edit`, `edit no-clip`, `edit delay-steps=8`, `edit @quality.args`."""
-        if self.settings:
-            return " ".join([self.name, *self.settings])
-        words: list[str] = []
-        for word in self.own_flags:
-            if word.startswith("--"):
-                words.append(word.removeprefix(PREFIX))
-            else:
-                words[-1] += f"={word}"
-        return " ".join([self.name, *words])
+        return " ".join([self.name, *self.settings])
 
     @property
     def slug(self) -> str:
@@ -148,7 +140,7 @@ def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
                 "name these, separated by commas",
             )
         own = tuple(word for setting in settings for word in _own_flags(part, setting))
-        entry = Entry(name, own, _names_of(settings))
+        entry = Entry(name, own, tuple(map(_label_of, settings)))
         if entry.label in [other.label for other in entries]:
             raise UsageError(
                 f"--strategies {entry.label}", "is listed twice", "list it once, or change a flag"
@@ -157,16 +149,11 @@ def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _names_of(settings: Sequence[str]) -> tuple[str, ...]:
-    """Return the settings with names of files instead of paths; empty if there is no file."""
-    if not any(setting.startswith(FILE) for setting in settings):
-        return ()
-    return tuple(
-        FILE + Path(setting.removeprefix(FILE)).name
-        if setting.startswith(FILE)
-        else setting.removeprefix(PREFIX)
-        for setting in settings
-    )
+def _label_of(setting: str) -> str:
+    """Return a setting as it is shown: a file by its name."""
+    if setting.startswith(FILE):
+        return FILE + Path(setting.removeprefix(FILE)).name
+    return setting.removeprefix(PREFIX)
 
 
 def _own_flags(part: str, setting: str) -> list[str]:

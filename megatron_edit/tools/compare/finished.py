@@ -1,4 +1,4 @@
-"""Results of finished runs, stored by the hash of their configuration.
+"""Marks of finished runs, which hold the hash of their configuration.
 
 A run with the same configuration is not repeated. A configuration is everything that determines
 what a run computes, as JSON, without the machine and the output folder.
@@ -24,19 +24,16 @@ def configuration_hash(configuration: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:HASH_DIGITS]
 
 
-def store_result(path: Path, configuration: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Write a result to a file, atomically."""
+def store_finished(path: Path, configuration: Mapping[str, Any]) -> None:
+    """Write the mark of a run, atomically."""
     record = {"hash": configuration_hash(configuration), "configuration": configuration}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(record | {"result": result}) + "\n")
+    write_atomic(path, json.dumps(record) + "\n")
 
 
-def load_result(path: Path, configuration: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the stored result of exactly this configuration; None if there is none."""
+def is_finished(path: Path, configuration: Mapping[str, Any]) -> bool:
+    """Return whether there is a mark of exactly this configuration."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        is_same = record["hash"] == configuration_hash(configuration)
-        result: dict[str, Any] = record["result"]
+        return bool(record["hash"] == configuration_hash(configuration))
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # missing or not a result file: the run is repeated
-    return result if is_same else None
+        return False  # missing or not a mark: the run is repeated

@@ -7,11 +7,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
 
 from megatron_edit.errors import EditError
 from megatron_edit.observe.line_files import stat_or_none
@@ -77,30 +75,6 @@ class Limits:
         return ""
 
 
-class Bar(Protocol):
-    """The part of a progress bar that is used."""
-
-    n: float
-    total: float | None
-
-    def update(self, n: float = 1) -> Any:
-        """Advance by `n`."""
-
-    def set_postfix_str(self, s: str = "", refresh: bool = True) -> Any:
-        """Show `s` behind the bar."""
-
-
-@contextmanager
-def progress_bar(name: str, *, total: float | None = None, unit: str = "it") -> Iterator[Bar]:
-    """Show a progress bar with the remaining time on standard error."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    # In a file, each refresh is a line: fewer are enough.
-    pause = 0.5 if sys.stderr.isatty() else 20.0
-    with tqdm(total=total, desc=name, unit=unit, mininterval=pause, maxinterval=60) as bar:
-        yield bar
-
-
 def follow(
     name: str,
     command: Sequence[str],
@@ -152,19 +126,25 @@ def _watch(
     name: str, process: subprocess.Popen[bytes], log_path: Path, limits: Limits, events: Path | None
 ) -> tuple[RunLog, str]:
     """Read the log until the process ends or a limit is exceeded."""
-    log, lines = RunLog(), _LineBuffer()
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    log, rest = RunLog(), b""
     began = heard = time.monotonic()
     longest, written = 0.0, 0
-    with progress_bar(name) as bar, log_path.open("rb") as source:
+    # In a file, each refresh is a line: fewer are enough.
+    pause = 0.5 if sys.stderr.isatty() else 20.0
+    with tqdm(desc=name, mininterval=pause, maxinterval=60) as bar, log_path.open("rb") as source:
         while True:
             is_over = process.poll() is not None  # before the read, to get all of its output
-            found = lines.read(source)
+            *found, rest = (rest + source.read()).split(b"\n")
             for line in found:
-                log.feed(line)
+                log.feed(line.decode("utf-8", errors="replace"))
             now = time.monotonic()
             if found or _bytes_in(events) > written:
                 longest, heard, written = max(longest, now - heard), now, _bytes_in(events)
-            _show(bar, log)
+            bar.total = log.num_iterations or None
+            bar.set_postfix_str(f"loss {log.last_loss:.3f}", refresh=False)
+            bar.update(log.last_iteration - bar.n)
             if is_over:
                 return log, ""
             if reason := limits.exceeded(running=now - began, silent=now - heard, longest=longest):
@@ -178,26 +158,6 @@ def _bytes_in(folder: Path | None) -> int:
         return 0
     found = (stat_or_none(path) for path in folder.iterdir())
     return sum(each.st_size for each in found if each is not None)
-
-
-def _show(bar: Bar, log: RunLog) -> None:
-    if log.num_iterations and bar.total is None:
-        bar.total = log.num_iterations
-    if log.last_iteration > bar.n:
-        bar.set_postfix_str(f"loss {log.last_loss:.3f}", refresh=False)
-        bar.update(log.last_iteration - bar.n)
-
-
-class _LineBuffer:
-    """Reads complete lines of a growing file."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def read(self, source: IO[bytes]) -> list[str]:
-        """Return the complete lines since the last call; a partial line waits."""
-        *lines, self._rest = (self._rest + source.read()).split(b"\n")
-        return [line.decode("utf-8", errors="replace") for line in lines]
 
 
 def tail(log_path: Path) -> list[str]:

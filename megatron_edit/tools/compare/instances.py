@@ -18,9 +18,7 @@ INSTANCES_FLAG = "--num-distributed-optimizer-instances"
 SHARDED_FLAG = "--use-distributed-optimizer"
 _EVERY_STAGE = "--no-align-grad-reduce"  # all stages reduce during the backward pass
 _WITH_PIPELINE = ("--use-tp-pp-dp-mapping", _EVERY_STAGE)
-_OPTIMIZERS = ("adam", "sgd")  # the others are sharded layer by layer, over all ranks
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_EXPERT_TP, _EP = "--expert-tensor-parallel-size", "--expert-model-parallel-size"
 
 
 def instance_flags(common: Sequence[str]) -> list[str]:
@@ -52,6 +50,24 @@ def instance_flags(common: Sequence[str]) -> list[str]:
     return [INSTANCES_FLAG, str(replicas), "--overlap-grad-reduce", *more]
 
 
+def check_reductions(label: str, words: Sequence[str]) -> None:
+    """Refuse instances with which Megatron reduces gradients twice, and trains wrongly.
+
+    Args:
+        label: of the entry, for messages.
+        words: flags of a training of stock Megatron.
+
+    Raises:
+        UsageError: later pipeline stages would reduce a second time.
+    """
+    given, instances = canonical(words), size_of(words, INSTANCES_FLAG)
+    is_late = "--overlap-grad-reduce" in given and _EVERY_STAGE not in given
+    if instances > 1 and size_of(words, _PP) > 1 and is_late:
+        what = f"--strategies {label}, {INSTANCES_FLAG} {instances}"
+        rule = "Megatron would reduce gradients of later pipeline stages twice, and train wrongly"
+        raise UsageError(what, rule, f"add {_EVERY_STAGE}")
+
+
 def size_of(words: Sequence[str], name: str, default: int = 1) -> int:
     """Return the value of a flag with a whole number above 0; the default if it is not given.
 
@@ -73,40 +89,3 @@ def size_of(words: Sequence[str], name: str, default: int = 1) -> int:
 def model_parallel_ranks(words: Sequence[str]) -> int:
     """Return the ranks that hold the model together: TP x PP."""
     return size_of(words, _TP) * size_of(words, _PP)
-
-
-def check_instances(label: str, words: Sequence[str], num_ranks: int) -> None:
-    """Check what Megatron checks only in the ranks of a training.
-
-    Args:
-        label: of the entry, for messages.
-        words: flags of a training of stock Megatron.
-        num_ranks: of it.
-
-    Raises:
-        UsageError: the optimizer cannot have so many instances.
-    """
-    instances = size_of(words, INSTANCES_FLAG)
-    if instances == 1:
-        return
-    given, what = canonical(words), f"--strategies {label}"
-    if SHARDED_FLAG not in given:
-        rule = "several optimizer instances need the distributed optimizer"
-        raise UsageError(what, rule, f"add {SHARDED_FLAG}")
-    optimizer = " ".join(given.get("--optimizer", ["adam"]))
-    if optimizer not in _OPTIMIZERS:
-        rule = f"several optimizer instances need {' or '.join(_OPTIMIZERS)}, not {optimizer}"
-        raise UsageError(what, rule, "drop the entry")
-    tp, pp = size_of(words, _TP), size_of(words, _PP)
-    if pp > 1 and "--overlap-grad-reduce" in given and _EVERY_STAGE not in given:
-        rule = "Megatron would reduce gradients of later pipeline stages twice, and train wrongly"
-        raise UsageError(f"{what}, {INSTANCES_FLAG} {instances}", rule, f"add {_EVERY_STAGE}")
-    experts = size_of(words, _EXPERT_TP, tp) * size_of(words, _EP) * pp
-    for size, product in ((tp * pp, "TP x PP"), (experts, "expert TP x EP x PP")):
-        if num_ranks % (size * instances):
-            raise UsageError(
-                f"{what}, {INSTANCES_FLAG} {instances}",
-                f"{num_ranks} ranks must be a multiple of {product} x instances "
-                f"= {size * instances}",
-                "launch more ranks, or use fewer instances",
-            )

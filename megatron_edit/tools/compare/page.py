@@ -10,17 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from megatron_edit.tools.compare.analysis import (
     ComparisonResult,
     ComparisonRow,
-    is_synchronous,
+    Spread,
     make_rows,
 )
 from megatron_edit.tools.compare.flags import model_of
-from megatron_edit.tools.compare.readings import Point, Reading
-from megatron_edit.tools.compare.statistics import Spread
 from megatron_edit.tools.pages import (
     Chart,
     Column,
@@ -31,7 +27,7 @@ from megatron_edit.tools.pages import (
     markdown_meanings,
     markdown_table,
 )
-from megatron_edit.tools.pages.charts import Curve, RunCurves, compare_charts
+from megatron_edit.tools.pages.charts import RunCurves, compare_charts
 from megatron_edit.tools.pages.texts import UNKNOWN, show_count
 
 CURVES = "Curves are of the first seed."
@@ -76,7 +72,7 @@ def _subtitle(outcome: ComparisonResult) -> str:
         first = readings[0]
         parts.insert(0, f"{first.num_parameters / 1e6:.1f} million parameters")
         parts.append(f"{first.iterations} iterations")
-        if tokens := max((p.tokens for r in readings for p in r.training), default=0.0):
+        if tokens := max(float(r.curves.seconds[0][-1]) for r in readings):
             parts.append(f"{show_count(tokens)} tokens")
     seeds = [run.seed for run in outcome.plan if run.entry == outcome.plan[0].entry]
     if seeds != [None]:
@@ -140,43 +136,10 @@ def _page(outcome: ComparisonResult, charts: Mapping[str, Chart]) -> Page:
     )  # fmt: skip
 
 
-# ---- curves
-
-
 def _curves(outcome: ComparisonResult) -> list[RunCurves]:
     """Return the curves of each entry's first seed that has a reading."""
-    found = []
-    for label in outcome.compared:
-        for run, reading in outcome.readings.items():
-            if run.entry.label == label:
-                found.append(_curves_of(label, reading, is_synchronous=is_synchronous(run)))
-                break
-    return found
-
-
-def _curves_of(label: str, reading: Reading, *, is_synchronous: bool) -> RunCurves:
-    points = sorted((*reading.training, *reading.validation), key=lambda point: point.iteration)
-    if not points:
-        return RunCurves(label)
-    sent: list[tuple[int, float]] = [*reading.syncs, (reading.iterations, 0)]  # flat to the end
-    if is_synchronous:
-        steps = range(reading.warmup_steps + 1, reading.iterations + 1)
-        sent = [(step, reading.step_bytes) for step in steps]
-    places, sizes = np.array(sent, dtype=np.float64).reshape(-1, 2).T
-    tokens = np.interp(places, [p.iteration for p in points], [p.tokens for p in points])
-    return RunCurves(
-        label,
-        seconds=(np.array([p.tokens for p in points]), np.array([p.seconds for p in points])),
-        training=_losses(reading.training),
-        validation=_losses(reading.validation),
-        sent=(tokens, np.cumsum(sizes)),
-        final_loss=reading.final_loss,
-        speed=reading.tokens_per_second,
-    )
-
-
-def _losses(points: Sequence[Point]) -> Curve:
-    return np.array([p.tokens for p in points]), np.array([p.loss for p in points])
+    found = (list(outcome.of_label(label).values()) for label in outcome.compared)
+    return [readings[0].curves for readings in found if readings]
 
 
 # ---- the table

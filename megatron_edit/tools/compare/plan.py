@@ -12,33 +12,25 @@ from megatron_edit.comm.placement import Placement, place
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
-from megatron_edit.tools.compare.entries import STOCK, Entry
+from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry
 from megatron_edit.tools.compare.finished import configuration_hash
 from megatron_edit.tools.compare.flags import canonical, int_flag
-from megatron_edit.tools.compare.instances import check_instances
+from megatron_edit.tools.compare.instances import check_reductions
 
 # Of configurations and results; another number invalidates all stored results. A configuration
 # holds the given flags only, so a changed default needs another number, too.
 FORMAT = 4
 EVENTS = "events"
-# Flags that the comparison sets itself, or that would make all runs write to the same place: rule
-# and remedy.
-_PER_RUN, _SINGLE_LAUNCH = "is set run by run", "drop it: a run is a single launch of all replicas"
-_FIXED = "runs of a comparison have no hub: each is a single launch of all replicas"
-_NO_HUB = f"drop the settings of elastic runs, and give {flag('num_replicas')}"
+_OWN = "is set run by run"
+_NO_HUB = "belongs to elastic runs: runs of a comparison have no hub"
+# Flags that the comparison sets itself, that would make all runs write to the same place, or that
+# belong to several launches: by flag, what is wrong.
 _RESERVED = {
-    flag("strategy"): (_PER_RUN, "list it in --strategies"),
-    flag("log_dir"): (_PER_RUN, "drop it: event files go to --output-dir"),
-    flag("replica_id"): (_PER_RUN, _SINGLE_LAUNCH),
-    flag("rendezvous"): (_PER_RUN, _SINGLE_LAUNCH),
-    "--save": (_PER_RUN, "drop it: all runs would save to one folder"),
-    flag("hub"): (_FIXED, _NO_HUB),
-    flag("hub_token_file"): (_FIXED, _NO_HUB),
-    flag("replica_name"): (_FIXED, _NO_HUB),
-    flag("nominal_replicas"): (_FIXED, _NO_HUB),
-    flag("min_replicas"): (_FIXED, _NO_HUB),
-}
-_SEED = (_PER_RUN, "give --seeds")
+    "--save": _OWN,
+    **dict.fromkeys(map(flag, ("strategy", "log_dir", "replica_id", "rendezvous")), _OWN),
+    **dict.fromkeys(map(flag, ("hub", "hub_token_file", "replica_name", "nominal_replicas",
+                               "min_replicas")), _NO_HUB),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +65,11 @@ class RunPlan:
     def name(self) -> str:
         """Label and seed, for messages."""
         return self.entry.label + ("" if self.seed is None else f", seed {self.seed}")
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether gradients are exchanged at every step."""
+        return not (self.entry.syncs or self.entry.name == IDEAL)
 
     @property
     def words(self) -> list[str]:
@@ -154,9 +151,9 @@ def _check_setting(setting: ComparisonSetting) -> None:
             "give the ranks of all replicas together",
         )
     given = canonical(setting.flags)
-    for name, (rule, remedy) in _RESERVED.items():
+    for name, rule in _RESERVED.items():
         if name in given:
-            raise UsageError(" ".join([name, *given[name]]), rule, remedy)
+            raise UsageError(" ".join([name, *given[name]]), rule, "drop it")
     try:
         int_flag(setting.flags, "--seq-length")
     except (KeyError, ValueError) as error:
@@ -181,10 +178,10 @@ def _check_seeds(seeds: Sequence[int]) -> None:
 
 def _check_run(run: RunPlan) -> None:
     own = canonical(run.entry.own_flags)
-    for name, (rule, remedy) in {**_RESERVED, "--seed": _SEED}.items():
+    for name, rule in {**_RESERVED, "--seed": _OWN}.items():
         if name in own:
-            raise UsageError(f"--strategies {run.entry.label}", f"{name} {rule}", remedy)
+            raise UsageError(f"--strategies {run.entry.label}", f"{name} {rule}", "drop it")
     config_from_argv(run.words)  # all raise on invalid flags
     _ = run.placement
     if run.entry.strategy is None:
-        check_instances(run.entry.label, run.words, run.setting.num_ranks)
+        check_reductions(run.entry.label, run.words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_edit.tools.compare.traffic import (
     baseline_bytes,
     warmup_bytes,
 )
+from megatron_edit.tools.pages.charts import Curve, RunCurves
 
 
 @dataclass(frozen=True)
@@ -81,80 +82,37 @@ class Timeline:
             samples = np.interp(iterations, places, [known[place] for place in places])
         return cls(iterations, np.append(0.0, np.cumsum(lengths)), samples * float(seq_length))
 
-    def seconds_at(self, iteration: float) -> float:
-        """Return the seconds of training up to the end of an iteration."""
-        return float(np.interp(iteration, self.iterations, self.seconds))
-
-    def tokens_at(self, iteration: float) -> float:
-        """Return the tokens consumed up to the end of an iteration."""
-        return float(np.interp(iteration, self.iterations, self.tokens))
+    def tokens_at(self, iterations: Array) -> Array:
+        """Return the tokens consumed up to the end of iterations."""
+        tokens: Array = np.interp(iterations, self.iterations, self.tokens)
+        return tokens
 
     def speed(self, first: float, last: float) -> float | None:
         """Return tokens per second of iterations first + 1 .. last; None without log lines."""
-        kept = [i for i in self.iterations if first <= i <= last]
-        if len(kept) < 2:
-            return None
-        seconds = self.seconds_at(kept[-1]) - self.seconds_at(kept[0])
-        tokens = self.tokens_at(kept[-1]) - self.tokens_at(kept[0])
+        kept = (self.iterations >= first) & (self.iterations <= last)
+        seconds, tokens = (float(np.ptp(each[kept])) if kept.any() else 0.0
+                           for each in (self.seconds, self.tokens))  # fmt: skip
         return tokens / seconds if seconds > 0 else None
 
 
-@dataclass(frozen=True)
-class Point:
-    """A loss, with the progress of the training."""
-
-    iteration: int
-    tokens: float
-    seconds: float
-    loss: float
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """The numbers of one training. Bytes are payload sent by one replica."""
 
     num_parameters: int
     iterations: int
-    warmup_steps: int  # synchronous steps at the beginning
-    seconds: float  # of training, without start-up and evaluations
-    training: tuple[Point, ...]  # losses of the iterations, mean over the replicas
-    validation: tuple[Point, ...]  # losses of the evaluations
-    final_loss: float | None  # of the last evaluation; None without any
-    tokens_per_second: float | None  # of all replicas together, after the warm-up
-    step_bytes: float  # of a synchronous step, computed; of each step of the warm-up, or of all
-    # Iteration and bytes of each sync, counted, and of each step of a final synchronous
-    # phase, computed.
-    syncs: tuple[tuple[int, int], ...]
+    curves: RunCurves
     bytes_per_step: float  # after the warm-up, mean
     peak_bytes_per_second: float | None  # after the warm-up; see `_peak`
     state_bytes: int | None  # of the outer state of one replica; None where not known
     versions: Mapping[str, str]  # of the software; empty for stock Megatron
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the reading as JSON values; points become lists."""
-        record = asdict(self)
-        for name in ("training", "validation"):
-            record[name] = [list(vars(point).values()) for point in getattr(self, name)]
-        return record
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Reading:
-        """Inverse of `to_json`.
-
-        Raises:
-            KeyError: a field is missing.
-        """
-        values = {spec.name: record[spec.name] for spec in fields(cls)}
-        for name in ("training", "validation"):
-            values[name] = tuple(Point(*point) for point in values[name])
-        values["syncs"] = tuple((int(i), int(n)) for i, n in values["syncs"])
-        return cls(**values)
-
-
-def read_run(console: Path, events: Path, kind: RunKind) -> Reading:
+def read_run(name: str, console: Path, events: Path, kind: RunKind) -> Reading:
     """Read a finished training.
 
     Args:
+        name: of the training.
         console: output of its launcher.
         events: folder of EDiT's event files; it need not exist.
         kind: properties of the run.
@@ -162,12 +120,13 @@ def read_run(console: Path, events: Path, kind: RunKind) -> Reading:
     with console.open(encoding="utf-8", errors="replace") as lines:
         log = RunLog.of(lines)
     return make_reading(
-        log, edit_losses(events, log), read_json_lines(events / SYNCS),
+        name, log, edit_losses(events, log), read_json_lines(events / SYNCS),
         _run_record(events), kind, edit_validation(events, log),
     )  # fmt: skip
 
 
 def make_reading(
+    name: str,
     log: RunLog,
     losses: Mapping[int, float],
     syncs: Sequence[Mapping[str, Any]],
@@ -178,6 +137,7 @@ def make_reading(
     """Compute the numbers of one training.
 
     Args:
+        name: of the training.
         log: its console log.
         losses: of training, by iteration.
         syncs: lines of `sync.jsonl`.
@@ -196,22 +156,25 @@ def make_reading(
     step_bytes = _step_bytes(run, kind, log.num_parameters)
     # After a resume, the event files contain only the syncs since then.
     steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
-    exchanges = [(int(s["iteration"]), int(s["wire_bytes"])) for s in counted]
+    exchanges = [(int(s["iteration"]), float(s["wire_bytes"])) for s in counted]
     first = max(_last_local(run, kind, log.last_iteration), warmup, int(timeline.iterations[0]))
-    exchanges += [(i, round(step_bytes)) for i in range(first + 1, log.last_iteration + 1)]
+    exchanges += [(i, step_bytes) for i in range(first + 1, log.last_iteration + 1)]
     in_rounds = sum(size for _, size in exchanges) / steps
-    validation = _points(log.validation() if evaluations is None else evaluations, timeline)
+    places, sizes = np.array([*exchanges, (log.last_iteration, 0)], dtype=np.float64).T
+    evaluations = log.validation() if evaluations is None else evaluations
+    curves = RunCurves(
+        name,
+        seconds=(timeline.tokens, timeline.seconds),
+        training=_by_tokens(losses, timeline),
+        validation=_by_tokens(evaluations, timeline),
+        sent=(timeline.tokens_at(places), np.cumsum(sizes)),
+        final_loss=evaluations[max(evaluations)] if evaluations else None,
+        speed=speed,
+    )
     return Reading(
         num_parameters=log.num_parameters,
         iterations=log.last_iteration,
-        warmup_steps=warmup,
-        seconds=float(timeline.seconds[-1]),
-        training=_points(losses, timeline),
-        validation=validation,
-        final_loss=validation[-1].loss if validation else None,
-        tokens_per_second=speed,
-        step_bytes=step_bytes,
-        syncs=tuple(exchanges),
+        curves=curves,
         bytes_per_step=step_bytes if kind.is_synchronous else in_rounds,
         peak_bytes_per_second=_peak(kind, counted, step_bytes, speed, log),
         state_bytes=_state_bytes(kind, syncs),
@@ -233,9 +196,11 @@ def _warmup(run: Mapping[str, Any], kind: RunKind) -> int:
 
 
 def _last_local(run: Mapping[str, Any], kind: RunKind, last: int) -> int:
-    """Return the last step before the final synchronous phase; `last` without such a phase."""
+    """Return the last step before the synchronous ones; `last` without such steps at the end."""
     has_phase = bool(run.get("config", {}).get("final_sync_fraction"))
-    if kind.is_synchronous or kind.is_ideal or not has_phase:
+    if kind.is_synchronous:
+        return 0
+    if kind.is_ideal or not has_phase:
         return last
     return min(last, int(run["training"]["last_local_step"]))
 
@@ -290,8 +255,6 @@ def _state_bytes(kind: RunKind, syncs: Sequence[Mapping[str, Any]]) -> int | Non
     return int(median(known)) if known else None
 
 
-def _points(losses: Mapping[int, float], timeline: Timeline) -> tuple[Point, ...]:
-    return tuple(
-        Point(i, timeline.tokens_at(i), round(timeline.seconds_at(i), 4), loss)
-        for i, loss in sorted(losses.items())
-    )
+def _by_tokens(losses: Mapping[int, float], timeline: Timeline) -> Curve:
+    iterations = np.array(sorted(losses), dtype=np.float64)
+    return timeline.tokens_at(iterations), np.array([losses[int(i)] for i in iterations])

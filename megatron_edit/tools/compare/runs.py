@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
+from megatron_edit.observe.records import RUN
+from megatron_edit.tools.compare.analysis import ComparisonResult
 from megatron_edit.tools.compare.entries import IDEAL
-from megatron_edit.tools.compare.finished import load_result, store_result
+from megatron_edit.tools.compare.finished import is_finished, store_finished
 from megatron_edit.tools.compare.flags import canonical, int_flag
 from megatron_edit.tools.compare.follow import (
     Limits,
@@ -35,13 +36,20 @@ def folder_of(run: RunPlan, output_dir: Path) -> Path:
     return output_dir / "runs" / run.folder_name
 
 
-def reading_of(run: RunPlan, output_dir: Path) -> Reading | None:
-    """Return the stored reading of a run; None if it has to be trained."""
-    result = load_result(folder_of(run, output_dir) / RESULT, run.configuration)
-    try:
-        return None if result is None else Reading.from_json(result)
-    except (KeyError, TypeError, ValueError):
-        return None  # of another version
+def has_finished(run: RunPlan, output_dir: Path) -> bool:
+    """Return whether a run need not be trained: it is finished, and its files are there."""
+    folder = folder_of(run, output_dir)
+    needed = [folder / CONSOLE]
+    if run.entry.strategy is not None:
+        needed.append(folder / EVENTS / RUN)
+    is_there = all(path.is_file() for path in needed)
+    return is_there and is_finished(folder / RESULT, run.configuration)
+
+
+def reading_of(run: RunPlan, output_dir: Path) -> Reading:
+    """Return the reading of a run that has been trained."""
+    folder = folder_of(run, output_dir)
+    return read_run(run.entry.label, folder / CONSOLE, folder / EVENTS, kind_of(run))
 
 
 def carry_out(
@@ -59,9 +67,9 @@ def carry_out(
     failures: dict[RunPlan, str] = {}
     for number, run in enumerate(plan, start=1):
         place = f"{run.name} ({number} of {len(plan)})"
-        if (kept := reading_of(run, output_dir)) is not None:
+        if has_finished(run, output_dir):
             say(f"{place}: finished before")
-            readings[run] = kept
+            readings[run] = reading_of(run, output_dir)
             continue
         try:
             readings[run] = train(place, run, output_dir, limits)
@@ -90,10 +98,10 @@ def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:
         limits=limits,
         events=folder / EVENTS,
     )
-    reading = read_run(console, folder / EVENTS, kind_of(run))
+    reading = reading_of(run, output_dir)
     if not reading.iterations:
         raise RunFailedError(name, "ended without a single iteration", 1, console)
-    store_result(folder / RESULT, run.configuration, reading.to_json())
+    store_finished(folder / RESULT, run.configuration)
     return reading
 
 
@@ -113,6 +121,6 @@ def kind_of(run: RunPlan) -> RunKind:
         is_stock=strategy is None,
         is_ideal=run.entry.name == IDEAL,
         is_timed=strategy is not None and STRATEGIES[strategy].is_timed,
-        is_synchronous=is_synchronous(run),
+        is_synchronous=run.is_synchronous,
         element=ElementBytes.of_flags(canonical(words).__contains__),
     )

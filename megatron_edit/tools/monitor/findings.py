@@ -11,16 +11,22 @@ from statistics import median_high
 from typing import Any
 
 from megatron_edit.config import STEP_COUNT_SETTINGS, EditConfig
-from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.elastic.hub_state import LeaveReason, failed_joins_text
 from megatron_edit.errors import UsageError
 from megatron_edit.observe.records import FAILED, Ending
-from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.tools.monitor.files import Facts
 from megatron_edit.tools.monitor.membership import MemberSpan, describe_end, end_after, is_fault
-from megatron_edit.tools.monitor.replicas import Spike
+from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.run import LOST, MonitoredRun
 from megatron_edit.tools.pages import LEVELS, Finding
-from megatron_edit.tools.pages.texts import MAX_NAMES_SHOWN, duration, number, percent, plural
+from megatron_edit.tools.pages.texts import (
+    MAX_NAMES_SHOWN,
+    duration,
+    join_names,
+    number,
+    percent,
+    plural,
+)
 
 EXPOSED_SHARE = 0.05
 WAIT_SHARE = 0.10
@@ -41,41 +47,31 @@ def list_findings(run: MonitoredRun) -> list[Finding]:
 
 
 def _all_findings(run: MonitoredRun) -> Iterator[Finding]:
-    if not run.has_begun:
-        return
     yield from _end_findings(run)
     yield from _file_findings(run)
     yield from _loss_findings(run)
     if run.is_elastic:
         yield from _membership_findings(run)
     yield from _speed_finding(run)
-    yield from _weight_findings(run) if run.syncs.count else [_note(_no_sync_text(run.facts))]
+    yield from _rejection_findings(run) if run.syncs.count else [_note(_no_sync_text(run.facts))]
 
 
 def _end_findings(run: MonitoredRun) -> Iterator[Finding]:
     if run.failure is not None:
         replica, end = run.failure
         reason = f": {end.reason}" if end.reason else ""
-        name = run.name_of(replica)
-        yield _error(f"Replica {name} failed with exit code {end.exit_code}{reason}.")
+        yield _error(f"Replica {replica.name} failed with exit code {end.exit_code}{reason}.")
     if run.state == LOST:
         yield _warning(
             f"No line for {duration(run.silence)}, and no end record: the run was killed or hangs.",
         )
+
+
+def _file_findings(run: MonitoredRun) -> Iterator[Finding]:
     if lost := sum(end.lines_lost for replica in run.replicas for end in replica.ends):
         yield _warning(
             f"{plural(lost, 'line')} of the event files could not be written: look "
             "at the disk of --edit-log-dir.",
-        )
-
-
-def _file_findings(run: MonitoredRun) -> Iterator[Finding]:
-    if run.drift is not None:
-        sync, replica = run.drift
-        yield _error(
-            f"After sync {sync} the parameters of replica {run.name_of(replica)} differed "
-            "from those of the other replicas (digests differ): the run cannot be trusted from "
-            "there.",
         )
     if damaged := run.num_damaged:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
@@ -85,23 +81,25 @@ def _file_findings(run: MonitoredRun) -> Iterator[Finding]:
         if run.speed is not None:
             speed = "are estimated from the others"
         yield _warning(
-            f"No file of replica {_join_replicas(run, missing)} in this folder: with one launch "
+            f"No file of replica {_names(missing)} in this folder: with one launch "
             "per replica, --edit-log-dir must be a folder that all machines share. "
             f"Tokens/s and time left {speed}.",
         )
 
 
-def _join_replicas(run: MonitoredRun, numbers: Sequence[int]) -> str:
-    return ", ".join(run.name_of(number) for number in numbers[:MAX_NAMES_SHOWN]) + (
-        ", ..." if len(numbers) > MAX_NAMES_SHOWN else ""
-    )
+def _names(replicas: Sequence[Replica]) -> str:
+    return join_names([replica.name for replica in replicas])
 
 
 # ---- members of an elastic run
 
 
-def end_of(run: MonitoredRun, span: MemberSpan) -> Ending | None:
-    """Return the end record of the process that was a member; None where it wrote none."""
+def how_left(run: MonitoredRun, span: MemberSpan) -> str:
+    """Return why a replica left, by the journal, or else by its end record."""
+    return _reason_of(run, span) or describe_end(_end_of(run, span))
+
+
+def _end_of(run: MonitoredRun, span: MemberSpan) -> Ending | None:
     ends = next((replica.ends for replica in run.replicas if replica.name == span.name), [])
     return end_after(span, ends)
 
@@ -116,7 +114,7 @@ def _membership_findings(run: MonitoredRun) -> Iterator[Finding]:
     for name, spans in sorted(run.membership.spans.items()):
         for span in spans:
             has_left = span.next_round is not None
-            if has_left and is_fault(_reason_of(run, span), end_of(run, span)):
+            if has_left and is_fault(_reason_of(run, span), _end_of(run, span)):
                 faults[name].append(span)
     last = sorted(faults.values(), key=lambda spans: -(spans[-1].next_round or 0))
     for spans in last[:MAX_NAMES_SHOWN]:
@@ -138,7 +136,7 @@ def _membership_findings(run: MonitoredRun) -> Iterator[Finding]:
 
 def _fault_text(run: MonitoredRun, spans: Sequence[MemberSpan], *, is_back: bool) -> str:
     """Return the text for one replica, given the spans after which it was lost."""
-    last, end = spans[-1], end_of(run, spans[-1])
+    last, end = spans[-1], _end_of(run, spans[-1])
     verb = LEAVE_VERBS.get(_reason_of(run, last) or "", "was lost")
     times = "" if len(spans) == 1 else f" (the last of {len(spans)} times)"
     how = describe_end(end)
@@ -150,48 +148,35 @@ def _fault_text(run: MonitoredRun, spans: Sequence[MemberSpan], *, is_back: bool
     return f"{text} Look at its output, and start it again under the same name."
 
 
-# ---- losses
+# ---- losses and syncs
 
 
 def _loss_findings(run: MonitoredRun) -> Iterator[Finding]:
-    spikes: dict[int, list[tuple[int, Spike]]] = defaultdict(list)
+    spikes: dict[int, list[Replica]] = defaultdict(list)
     for replica in run.replicas:
-        if replica.spikes.worst is not None:
-            spikes[replica.spikes.worst.iteration].append((replica.number, replica.spikes.worst))
+        if replica.spike is not None:
+            spikes[replica.spike.iteration].append(replica)
     for iteration in sorted(spikes)[:MAX_NAMES_SHOWN]:
         yield _warning(_spike_text(run, spikes[iteration]))
-    skipped = {
-        replica.name: replica.num_skipped / replica.num_iterations
-        for replica in run.replicas
-        if replica.num_skipped > SKIPPED_SHARE * max(1, replica.num_iterations)
-    }
-    for name, share in list(skipped.items())[:MAX_NAMES_SHOWN]:
-        yield _warning(
-            f"Replica {name} has no finite loss for {percent(share)} of its iterations.",
-        )
+    skipped = [replica for replica in run.replicas if replica.skipped_share > SKIPPED_SHARE]
+    for replica in skipped[:MAX_NAMES_SHOWN]:
+        share = percent(replica.skipped_share)
+        yield _warning(f"Replica {replica.name} has no finite loss for {share} of its iterations.")
 
 
-def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
-    """Return the text for the replicas whose worst spike began at the same iteration."""
-    replicas = [replica for replica, _ in spikes]
-    spike = max((spike for _, spike in spikes), key=lambda each: each.sigmas)
-    whose = f"replica {_join_replicas(run, replicas)}"
+def _spike_text(run: MonitoredRun, replicas: Sequence[Replica]) -> str:
+    """Return the text for the replicas whose highest spike is at the same iteration."""
+    spikes = [replica.spike for replica in replicas if replica.spike is not None]
+    spike = max(spikes, key=lambda each: each.sigmas)
+    whose = f"replica {_names(replicas)}"
     if len(replicas) == len(run.replicas):
         whose = "all replicas" if len(replicas) > 1 else "the replica"
-    back = "it has not recovered"
-    if spike.length:
-        back = f"it recovered after {plural(spike.length, 'iteration')}"
-    others = max(run.replicas[replica].spikes.count for replica in replicas) - 1
-    more = f" ({others} more, smaller)" if others else ""
     return (
         f"The loss of {whose} jumped to {number(spike.loss, '.4g')} at iteration "
         f"{spike.iteration:,}, {spike.sigmas:,.0f} standard deviations above the "
-        f"{number(spike.mean, '.4g')} before; {back}{more}. Look at the data of that iteration, "
+        f"{number(spike.mean, '.4g')} before. Look at the data of that iteration, "
         "the learning rate and the gradient norms."
     )
-
-
-# ---- syncs
 
 
 def _no_sync_text(facts: Facts) -> str:
@@ -203,44 +188,33 @@ def _no_sync_text(facts: Facts) -> str:
     )
 
 
-def _weight_findings(run: MonitoredRun) -> Iterator[Finding]:
-    syncs, facts = run.syncs, run.facts
-    if syncs.low_effective >= WATCHED_SYNCS:
-        fewer = f"than {syncs.half:g} effective replicas"
-        if run.is_elastic:
-            fewer = "effective replicas than half of the members"
-        yield _warning(
-            f"For {syncs.low_effective} syncs in a row the median unit had fewer {fewer}: "
-            f"{_join((_raise_temperature(facts), 'look at the anomalies'))}.",
-        )
-    if syncs.low_clip >= WATCHED_SYNCS:
-        yield _warning(
-            f"For {syncs.low_clip} syncs in a row the median unit was clipped below "
-            f"{LOW_CLIP:g}: {_join((_raise_clip(facts), 'lower the learning rate'))}.",
-        )
-    for replica, share in enumerate(syncs.anomaly_shares().tolist()):
+def _rejection_findings(run: MonitoredRun) -> Iterator[Finding]:
+    syncs, replicas = run.syncs, run.replicas
+    for replica, share in zip(replicas, syncs.anomaly_shares(len(replicas)).tolist(), strict=True):
         if share > ANOMALY_SHARE:
             yield _warning(
-                f"Replica {run.name_of(replica)} was left out as anomalous in "
+                f"Replica {replica.name} was left out as anomalous in "
                 f"{percent(share)} of its units and syncs: look at its data and "
                 "hardware.",
             )
-    for replica, (count, iteration, loss, others) in sorted(syncs.loss_rejections.items())[
-        :MAX_NAMES_SHOWN
-    ]:
+    rejections = sorted(syncs.loss_rejections().items())
+    for column, (count, iteration, loss, others) in rejections[:MAX_NAMES_SHOWN]:
         comparison = ""
         if math.isfinite(others):
             comparison = f", the others' median {number(others, '.4g')}"
         yield _warning(
-            f"Replica {run.name_of(replica)} was left out of {plural(count, 'sync')} because of "
+            f"Replica {replicas[column].name} was left out of {plural(count, 'sync')} because of "
             f"its loss: before the last one, at iteration {iteration:,}, its mean loss was "
             f"{number(loss, '.4g')}{comparison}. Look at the data that it read there.",
         )
-    if rollbacks := int(syncs.sums["rollbacks"]):
+    if rollbacks := syncs.num_rollbacks:
         yield _warning(
             f"{plural(rollbacks, 'roll-back')}: units whose replicas were all left out went back "
             "to their anchor.",
         )
+
+
+# ---- speed, with remedies that are valid with the run's settings
 
 
 def _speed_finding(run: MonitoredRun) -> Iterator[Finding]:
@@ -251,20 +225,22 @@ def _speed_finding(run: MonitoredRun) -> Iterator[Finding]:
     if is_waiting:
         who = "The leader" if run.is_elastic else "Replica 0"
         why = "" if slow is None else f", as replica {slow[0]} is slow ({slow[1]})"
-        remedies = (
-            _use_a_edit(facts),
+        remedies = [
+            *_use_a_edit(facts),
             "look at " + ("what delays them" if slow is None else "its machine"),
-        )
+        ]
         yield _warning(
-            f"{who} waited for the others {percent(wait)} of the time{why}: {_join(remedies)}.",
+            f"{who} waited for the others {percent(wait)} of the time{why}: "
+            f"{', or '.join(remedies)}.",
         )
     elif slow is not None and facts.strategy.is_timed:
         yield _note(f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}.")
     elif slow is not None:
         yield _warning(f"Replica {slow[0]} is slow: {slow[1]}.")
     elif exposed is not None and exposed > EXPOSED_SHARE:
+        remedies = shorten_sync(facts)
         yield _warning(
-            f"Exposed syncs took {percent(exposed)} of the time: {_join(_shorten_sync(facts))}.",
+            f"Exposed syncs took {percent(exposed)} of the time: {', or '.join(remedies)}."
         )
 
 
@@ -273,7 +249,7 @@ def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[str, str] | N
 
     Replica 0, or the leader, cannot be the slow one if it waits for the others.
     """
-    speeds = {replica.name: replica.speed_between_syncs for replica in run.members}
+    speeds = {each.name: each.speed_between_syncs(run.facts) for each in run.members}
     speeds = {replica: speed for replica, speed in speeds.items() if math.isfinite(speed)}
     if len(speeds) < 2:
         return None
@@ -289,9 +265,6 @@ def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[str, str] | N
     return slowest, text
 
 
-# ---- remedies: only settings that are valid with the run's strategy
-
-
 def _is_valid(facts: Facts, **changes: Any) -> bool:
     """Return whether the settings of a run, with some changes, are valid."""
     if facts.is_elastic:
@@ -300,42 +273,21 @@ def _is_valid(facts: Facts, **changes: Any) -> bool:
     known -= {"auto", "auto_share"}  # in `run.json` nothing is left to choose
     try:
         EditConfig(**{name: facts.config[name] for name in known} | changes)
-    except (UsageError, TypeError, ValueError):
+    except UsageError:
         return False
     return True
 
 
-def _join(remedies: Sequence[str]) -> str:
-    """Join the remedies that are not empty into one sentence."""
-    return ", or ".join(remedy for remedy in remedies if remedy)
-
-
-def _use_a_edit(facts: Facts) -> str:
+def _use_a_edit(facts: Facts) -> list[str]:
     """Return the remedy for replicas of unequal speed; empty where A-EDiT is not possible."""
     fields = EditConfig.__dataclass_fields__
     usual = {name: fields[name].default for name in STEP_COUNT_SETTINGS}
     if facts.strategy.is_timed or not _is_valid(facts, strategy=A_EDIT, **usual):
-        return ""
-    return f"replicas of unequal speed do better with --edit-strategy {A_EDIT}"
+        return []
+    return [f"replicas of unequal speed do better with --edit-strategy {A_EDIT}"]
 
 
-def _raise_temperature(facts: Facts) -> str:
-    """Return the remedy for weights near one-hot; empty where the temperature cannot be raised."""
-    value = facts.config.get("weight_temperature")  # None is auto
-    if not isinstance(value, int | float) or not _is_valid(facts, weight_temperature=2 * value):
-        return ""
-    return "give a higher --edit-weight-temperature, or auto"
-
-
-def _raise_clip(facts: Facts) -> str:
-    """Return the remedy for a clip that always applies; empty where there is no clip to raise."""
-    value = facts.config.get("clip")
-    if not isinstance(value, int | float) or not _is_valid(facts, clip=2 * value):
-        return ""
-    return "raise --edit-clip"
-
-
-def _shorten_sync(facts: Facts) -> list[str]:
+def shorten_sync(facts: Facts) -> list[str]:
     """Return the remedies for a large exposed time."""
     remedies = []
     if facts.strategy.is_timed:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from megatron_edit.elastic.hub_state import LeaveReason
 from megatron_edit.elastic.journal import FILE_NAME
 from megatron_edit.errors import to_one_line
-from megatron_edit.observe.line_files import LineReader
 from megatron_edit.observe.records import (
     FAILED,
     Ending,
@@ -22,6 +21,7 @@ from megatron_edit.observe.records import (
     as_replica_name,
     members_of,
 )
+from megatron_edit.tools.monitor.files import EventFile
 
 FAULTS = (LeaveReason.LOST, LeaveReason.EVICTED, LeaveReason.DRIFTED)
 NO_END = "no end record"
@@ -29,16 +29,10 @@ NO_END = "no end record"
 
 @dataclass
 class MemberSpan:
-    """Consecutive syncs with one replica as a member.
-
-    `start` and `end` are seconds of training (`Syncs.elapsed`), other times are Unix seconds.
-    """
+    """Consecutive syncs with one replica as a member; times are Unix seconds."""
 
     name: str
-    first_round: int
     began_at: float
-    start: float
-    end: float
     epoch: int  # of the last of these syncs
     next_round: int | None = None  # the first sync without it; None while it is a member
     next_epoch: int = 0
@@ -49,7 +43,6 @@ class MembershipChange(NamedTuple):
     """A new epoch, as the first sync in it shows it."""
 
     time: float  # Unix seconds
-    start: float  # seconds of training until the sync before
     round: int
     epoch: int
     members: tuple[str, ...]
@@ -67,11 +60,10 @@ class MembershipHistory:
     spans: dict[str, list[MemberSpan]] = field(default_factory=lambda: defaultdict(list))
     num_syncs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     count: int = 0  # of all syncs
-    _elapsed: float = 0.0
     _current: dict[str, MemberSpan] = field(default_factory=dict)
 
-    def add(self, sync: SyncRecord, elapsed: float) -> None:
-        """Add a sync with members, and the seconds of training until then."""
+    def add(self, sync: SyncRecord) -> None:
+        """Add a sync with members."""
         assert sync.epoch is not None, "a sync without an epoch"
         came = tuple(name for name in sync.members if name not in self._current)
         left = tuple(self._current.pop(name) for name in sorted(self._current)
@@ -79,26 +71,25 @@ class MembershipHistory:
         for span in left:
             span.next_round, span.next_epoch = sync.round, sync.epoch
         for name in sync.members:
-            self._extend(name, sync, sync.epoch, elapsed)
+            self._extend(name, sync, sync.epoch)
         if came or left or sync.epoch != self.epoch:
-            when = sync.time, self._elapsed, sync.round, sync.epoch
-            self.changes.append(MembershipChange(*when, sync.members, came, left))
-        self.epoch, self.members, self._elapsed = sync.epoch, sync.members, elapsed
+            change = MembershipChange(sync.time, sync.round, sync.epoch, sync.members, came, left)
+            self.changes.append(change)
+        self.epoch, self.members = sync.epoch, sync.members
         self.count += 1
 
-    def _extend(self, name: str, sync: SyncRecord, epoch: int, elapsed: float) -> None:
+    def _extend(self, name: str, sync: SyncRecord, epoch: int) -> None:
         spans = self.spans[name]
         if name not in self._current:
             if spans:
                 spans[-1].returned_at = sync.time
-            span = MemberSpan(name, sync.round, sync.time, self._elapsed, elapsed, epoch)
-            spans.append(span)
-            self._current[name] = span
-        self._current[name].end, self._current[name].epoch = elapsed, epoch
+            self._current[name] = MemberSpan(name, sync.time, epoch)
+            spans.append(self._current[name])
+        self._current[name].epoch = epoch
         self.num_syncs[name] += 1
 
-    def begin_run(self) -> None:
-        """Begin the next run of the training: its members are not known yet."""
+    def start_run(self) -> None:
+        """The syncs of the next run follow: its members are not known yet."""
         self.members = ()
 
     def share(self, name: str) -> float:
@@ -120,10 +111,10 @@ class HubJournal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._reset()
+        self._start()
 
-    def _reset(self) -> None:
-        self.file = LineReader(self._folder / FILE_NAME)
+    def _start(self) -> None:
+        self.file = EventFile(self._folder / FILE_NAME, self._add)
         self.term, self.leader = 0, ""  # starts of the hub; of the newest epoch
         self.joining: set[str] = set()
         self.leaves: dict[str, list[RecordedLeave]] = defaultdict(list)
@@ -137,12 +128,8 @@ class HubJournal:
             UsageError: the file cannot be read.
         """
         if self.file.was_replaced:
-            self._reset()
-        for record in self.file.read():
-            try:
-                self._add(record)
-            except (KeyError, TypeError, ValueError):
-                self.file.num_damaged += 1
+            self._start()
+        self.file.read()
 
     def _add(self, record: Mapping[str, Any]) -> None:
         event, epoch = record["event"], as_count(record["epoch"])

@@ -146,8 +146,9 @@ def _page_of(run: MonitoredRun, page: Page) -> Page:
     """Return the page of a single run: with its title, state and times."""
     parts = [describe_run(run)]
     if not run.is_over:
-        if run.syncs.last_time is not None:
-            parts.append(f"last sync {duration(max(0.0, run.read_at - run.syncs.last_time))} ago")
+        if run.syncs.count:
+            since = max(0.0, run.read_at - run.syncs.records[-1].time)
+            parts.append(f"last sync {duration(since)} ago")
         parts.append(f"last write {duration(run.silence)} ago")
     left_out = ("strategy", "state", "problems")  # in the title, below it, and in the findings
     return replace(
@@ -168,8 +169,8 @@ def _title(run: MonitoredRun) -> str:
     The date is the earlier one of `run.json` and the first sync: a copied file may be newer.
     """
     facts, model = run.facts, model_of(run.facts.argv)
-    known = [at for at in (run.began_at, run.syncs.first_time) if at is not None]
-    date = time.strftime("%Y-%m-%d", time.localtime(min(known, default=run.read_at)))
+    began_at = min([run.began_at, *(sync.time for sync in run.syncs.records[:1])])
+    date = time.strftime("%Y-%m-%d", time.localtime(began_at))
     what = f" of {model}" if model else ""
     return f"{facts.strategy.name}: training{what} on {facts.host}, {date}"
 

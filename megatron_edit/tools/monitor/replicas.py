@@ -1,17 +1,18 @@
-"""The contents of a `replica-<r>.jsonl`, and jumps of its loss."""
+"""The lines of one replica, and jumps of its loss."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import median_low
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_edit.observe.records import Array, Ending, Iteration
-from megatron_edit.tools.monitor.syncs import Bins
+from megatron_edit.tools.monitor.files import Facts
+from megatron_edit.tools.pages.charts import Curve
 
 MEDIAN_STEPS = 8  # iterations of which the median step gives the speed between syncs
 NUM_RECENT = 50  # iterations that the present speed is taken from
@@ -19,182 +20,173 @@ SPIKE_SIGMAS = 8.0  # above the normal noise of a training
 MEAN_DECAY, NOISE_DECAY = 0.1, 0.02  # weights of the newest loss: 10 and 50 iterations back
 MIN_LOSSES = 50  # before the first comparison with the mean
 MIN_DEVIATION = 1e-3  # relative to the mean: nearly constant losses have no useful deviation
-RECOVERED_SIGMAS = 3.0  # below it a loss counts as recovered
+MAX_SIGMAS = 3.0  # of a loss in the mean, so that a spike has little weight
 
 
 class Spike(NamedTuple):
-    """Consecutive losses far above the preceding ones."""
+    """A loss far above the preceding ones; the first of several in a row."""
 
-    iteration: int  # of the first loss of the spike
-    loss: float  # the highest one
+    iteration: int
+    loss: float
     mean: float  # of the losses before
     sigmas: float  # height above the mean, in standard deviations of the losses before
-    length: int  # iterations until the loss recovered; 0 before
 
 
-@dataclass
-class SpikeDetector:
-    """Compare each loss with the running mean of the preceding ones, in units of their noise.
+def worst_spike(losses: Iterable[tuple[int, float]]) -> Spike | None:
+    """Return the highest spike among finite losses with their iterations; None without one.
 
-    The noise is that of the differences between neighbours: a steep fall adds little to it.
+    Each is compared with the running mean of those before, in units of their noise, which is that
+    of the differences between neighbours: a steep fall adds little to it.
     """
-
-    count: int = 0
+    mean = newest = noise = 0.0
     worst: Spike | None = None
-    _num_losses: int = 0
-    _mean: float = 0.0
-    _newest: float = 0.0
-    _noise: float = 0.0  # variance
-    _present: Spike | None = None
-
-    def add(self, iteration: int, loss: float) -> None:
-        """Add the next loss, which must be finite."""
-        deviation = max(math.sqrt(self._noise), MIN_DEVIATION * abs(self._mean), 1e-12)
-        sigmas = (loss - self._mean) / deviation
-        is_armed = self._num_losses >= MIN_LOSSES
-        if self._present is not None:
-            self._update_spike(self._present, iteration, loss)
-        elif is_armed and sigmas > SPIKE_SIGMAS:
-            self.count += 1
-            self._present = Spike(iteration, loss, self._mean, sigmas, 0)
-            self._keep_worst(self._present)
-        if is_armed:  # limits the weight of a spike in the mean
-            loss = self._mean + min(sigmas, RECOVERED_SIGMAS) * deviation
-        if self._num_losses:
-            weight = max(NOISE_DECAY, 1 / self._num_losses)
-            self._noise += weight * ((loss - self._newest) ** 2 / 2 - self._noise)
-        self._num_losses += 1
-        self._mean += max(MEAN_DECAY, 1 / self._num_losses) * (loss - self._mean)
-        self._newest = loss
-
-    def _update_spike(self, spike: Spike, iteration: int, loss: float) -> None:
-        deviation = (spike.loss - spike.mean) / spike.sigmas
-        sigmas = (loss - spike.mean) / deviation
-        has_recovered = sigmas <= RECOVERED_SIGMAS
-        if sigmas > spike.sigmas:
-            spike = spike._replace(loss=loss, sigmas=sigmas)
-        if has_recovered:
-            spike = spike._replace(length=iteration - spike.iteration)
-        self._keep_worst(spike)
-        self._present = None if has_recovered else spike
-
-    def _keep_worst(self, spike: Spike) -> None:
-        if self.worst is None or spike.sigmas >= self.worst.sigmas:
-            self.worst = spike
+    was_high = False
+    for count, (iteration, loss) in enumerate(losses):
+        deviation = max(math.sqrt(noise), MIN_DEVIATION * abs(mean), 1e-12)
+        sigmas = (loss - mean) / deviation
+        if count >= MIN_LOSSES:
+            is_first = sigmas > SPIKE_SIGMAS and not was_high
+            if is_first and (worst is None or sigmas > worst.sigmas):
+                worst = Spike(iteration, loss, mean, sigmas)
+            was_high = sigmas > SPIKE_SIGMAS
+            loss = mean + min(sigmas, MAX_SIGMAS) * deviation
+        if count:
+            noise += max(NOISE_DECAY, 1 / count) * ((loss - newest) ** 2 / 2 - noise)
+        mean += max(MEAN_DECAY, 1 / (count + 1)) * (loss - mean)
+        newest = loss
+    return worst
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
-    """One replica, over all runs of the training."""
+    """One replica, over all runs of the training; lines are added in their order."""
 
     number: int  # its column in tables of syncs
     name: str  # in an elastic run; else the number
-    warmup_steps: int = 0
-    last_local_step: int | None = None
-    iteration: int = 0
-    step: int = 0  # the replica's own count
-    samples_all: int = 0  # consumed by all replicas, as known to this one
-    loss: float = math.nan  # the newest finite one
-    losses: Bins = field(default_factory=Bins)  # by iteration, or by samples of all replicas
-    spikes: SpikeDetector = field(default_factory=SpikeDetector)
-    num_iterations: int = 0
-    num_skipped: int = 0  # iterations without a finite loss
-    tokens: float = 0.0
-    seconds: float = 0.0
-    paces: Bins = field(default_factory=Bins)  # seconds per x value of charts
-    samples: int = 0  # since the newest sync, or since the run began
-    end: Ending | None = None  # of the newest run
+    steps: list[Iteration] = field(default_factory=list)
+    places: list[float] = field(default_factory=list)  # of the steps, on the x axis
+    starts: list[int] = field(default_factory=list)  # first step of each process
     ends: list[Ending] = field(default_factory=list)  # of all processes
-    _is_after_sync: bool = False
-    _last_x: float | None = None
-    _speeds: Bins = field(default_factory=lambda: Bins(128))
-    _local_totals: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    _pending: list[tuple[float, float]] = field(default_factory=list)
-    _first_x: float = 0.0  # of the steps in `_pending`
-    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    end: Ending | None = None  # of the newest process
 
-    def resume(self, warmup_steps: int, last_local_step: int | None) -> None:
-        """Begin the next run of the training, or the next process; its lines follow."""
-        self.warmup_steps, self.last_local_step = warmup_steps, last_local_step
-        self.samples, self.end, self._is_after_sync = 0, None, False
-        self._last_x = None
-        self._pending.clear()
-        self._recent.clear()
+    def start_process(self) -> None:
+        """The lines of another process, or of the next run, follow."""
+        self.starts.append(len(self.steps))
+        self.end = None
 
-    def was_restarted(self, step: Iteration) -> bool:
-        """Return whether a line is of another process than the lines before it."""
-        return self.end is not None or step.replica_step <= self.step
+    def add(self, record: Iteration | Ending, place: float = 0.0) -> None:
+        """Add the record of a line."""
+        if isinstance(record, Ending):
+            self.end = record
+            self.ends.append(record)
+            return
+        has_step = len(self.steps) > self.starts[-1]
+        if self.end is not None or (
+            has_step and record.replica_step <= self.steps[-1].replica_step
+        ):
+            self.start_process()
+        self.steps.append(record)
+        self.places.append(place)
 
-    def add(self, step: Iteration, x: float) -> None:
-        """Add the line of an iteration, and its x value in charts."""
-        self.iteration, self.step = step.iteration, step.replica_step
-        self.samples_all = step.samples_all or 0
-        self.num_iterations += 1
-        if math.isfinite(step.loss):
-            self.loss = step.loss
-            self.losses.add(round(x), step.loss)
-            self.spikes.add(step.iteration, step.loss)
-        else:
-            self.num_skipped += 1
-        if self._last_x is not None:
-            self.paces.add(round(x), step.seconds, x - self._last_x)
-        self._last_x = x
-        if not self._pending:
-            self._first_x = x
-        self._pending.append((step.seconds, step.tokens))
-        if len(self._pending) == MEDIAN_STEPS:
-            self._add_speed(x)
-        self.tokens, self.seconds = self.tokens + step.tokens, self.seconds + step.seconds
-        if not self._is_after_sync:  # the line of the sync has counted them
-            self.samples += step.samples
-        self._is_after_sync = False
-        self._recent.append((step.tokens, step.seconds))
-
-    def on_sync(self) -> None:
-        """Restart the count of samples: the line of the sync has the earlier ones."""
-        self.samples, self._is_after_sync = 0, True
-
-    def on_end(self, end: Ending) -> None:
-        """Add the end record of its run."""
-        self.end = end
-        self.ends.append(end)
-
-    def _add_speed(self, x: float) -> None:
-        """Add the median of eight steps, as a step with a sync includes waiting for replicas."""
-        seconds, tokens = median_low(self._pending)
-        self._pending.clear()
-        self._speeds.add(round((self._first_x + x) / 2), tokens, seconds)
-        is_local = self.last_local_step is None or self.step <= self.last_local_step
-        if is_local and self.step - MEDIAN_STEPS >= self.warmup_steps:
-            self._local_totals[0] += tokens
-            self._local_totals[1] += seconds
-
-    def speeds(self) -> tuple[Array, Array]:
-        """Return x values and tokens per second, medians of eight steps."""
-        places, speeds = self._speeds.curve()
-        if not places.size and self._pending:
-            seconds, tokens = median_low(self._pending)
-            return np.array([self._first_x]), np.array([tokens / max(seconds, 1e-9)])
-        return places, speeds
+    # ---- once all lines have been added
 
     @property
-    def speed_between_syncs(self) -> float:
-        """Tokens per second of local steps, from medians of eight steps; NaN before the first."""
-        tokens, seconds = self._local_totals
-        return tokens / seconds if seconds > 0 else math.nan
+    def iteration(self) -> int:
+        """The last iteration."""
+        return self.steps[-1].iteration if self.steps else 0
+
+    @property
+    def step(self) -> int:
+        """Steps that the replica itself has made."""
+        return self.steps[-1].replica_step if self.steps else 0
+
+    @property
+    def samples_all(self) -> int:
+        """Samples consumed by all replicas, as known to this one."""
+        return (self.steps[-1].samples_all or 0) if self.steps else 0
+
+    @cached_property
+    def table(self) -> Array:
+        """Places, losses, tokens and seconds of the steps, and its own counts of them."""
+        rows = [(each.loss, each.tokens, each.seconds, each.replica_step) for each in self.steps]
+        table: Array = np.column_stack([self.places, np.array(rows, float).reshape(-1, 4)]).T
+        return table
+
+    @cached_property
+    def losses(self) -> Curve:
+        """Finite losses by place."""
+        places, losses = self.table[:2]
+        known = np.isfinite(losses)
+        return places[known], losses[known]
+
+    @property
+    def loss(self) -> float:
+        """The newest finite loss; NaN before the first."""
+        return float(self.losses[1][-1]) if self.losses[1].size else math.nan
+
+    @cached_property
+    def spike(self) -> Spike | None:
+        """The highest spike of the loss."""
+        return worst_spike(
+            (each.iteration, each.loss) for each in self.steps if math.isfinite(each.loss)
+        )
+
+    @property
+    def skipped_share(self) -> float:
+        """The share of its iterations without a finite loss."""
+        known = np.isfinite(self.table[1])
+        return 1 - float(known.mean()) if known.size else 0.0
+
+    @property
+    def paces(self) -> Curve:
+        """Seconds per unit of the x axis since the step before, by place."""
+        places, _, _, seconds, _ = self.table
+        lengths = np.diff(places, prepend=0.0)
+        lengths[[start for start in self.starts if start < places.size]] = 0.0  # not known
+        known = lengths > 0
+        return places[known], seconds[known] / lengths[known]
+
+    @cached_property
+    def medians(self) -> Array:
+        """Places, tokens and seconds of the median of each eight steps, and the step counts.
+
+        A step with a sync includes waiting for other replicas.
+        """
+        count = self.table.shape[1]
+        size = max(1, min(MEDIAN_STEPS, count))
+        groups = self.table[:, : count // size * size].reshape(5, -1, size)
+        middle = np.argsort(groups[3], axis=1, kind="stable")[:, (size - 1) // 2]
+        rows = np.arange(middle.size)
+        tokens, seconds = groups[2][rows, middle], groups[3][rows, middle]
+        return np.array([groups[0].mean(axis=1), tokens, seconds, groups[4][:, -1]])
+
+    def speed_between_syncs(self, facts: Facts) -> float:
+        """Return tokens per second of local steps, from medians; NaN before the first eight."""
+        _, tokens, seconds, last = self.medians
+        is_local = last - MEDIAN_STEPS >= facts.warmup_steps
+        if facts.last_local_step is not None:
+            is_local &= last <= facts.last_local_step
+        return _ratio(tokens[is_local], seconds[is_local])
 
     @property
     def speed(self) -> float:
         """Tokens per second of the newest iterations; NaN before the first."""
-        seconds = sum(seconds for _, seconds in self._recent)
-        return sum(tokens for tokens, _ in self._recent) / seconds if seconds > 0 else math.nan
+        return _ratio(self._recent[2], self._recent[3])
 
     @property
     def step_seconds(self) -> float:
         """Seconds of the longest of the newest iterations; 0 before the first."""
-        return max((seconds for _, seconds in self._recent), default=0.0)
+        return float(np.max(self._recent[3], initial=0.0))
 
     @property
     def mean_speed(self) -> float:
         """Tokens per second over all iterations; NaN before the first."""
-        return self.tokens / self.seconds if self.seconds > 0 else math.nan
+        return _ratio(self.table[2], self.table[3])
+
+    @property
+    def _recent(self) -> Array:
+        return self.table[:, max(self.starts[-1], len(self.steps) - NUM_RECENT) :]
+
+
+def _ratio(tokens: Array, seconds: Array) -> float:
+    return float(tokens.sum() / seconds.sum()) if seconds.sum() > 0 else math.nan

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+import numpy as np
+
+from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.errors import UsageError, to_one_line
 from megatron_edit.flags import FLAG_PREFIXES, flag, format_value
-from megatron_edit.observe.records import VALIDATION
+from megatron_edit.observe.records import VALIDATION, SyncRecord
 from megatron_edit.tools.compare.flags import canonical
-from megatron_edit.tools.monitor.facts import Facts
-from megatron_edit.tools.monitor.findings import end_of, list_findings
-from megatron_edit.tools.monitor.membership import MembershipChange, MemberSpan, describe_end
+from megatron_edit.tools.monitor.files import Facts
+from megatron_edit.tools.monitor.findings import how_left, list_findings
+from megatron_edit.tools.monitor.membership import MembershipChange
 from megatron_edit.tools.monitor.replicas import Replica
-from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
+from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.syncs import effective_replicas
 from megatron_edit.tools.pages import LEVELS, Column, Table
 from megatron_edit.tools.pages.charts import RunCurves, smoothing_tokens
 from megatron_edit.tools.pages.drawing import smoothed
@@ -89,8 +94,7 @@ def describe_speed(run: MonitoredRun) -> str:
 
 def describe_iteration(run: MonitoredRun) -> str:
     """Return the iteration and the length of the training."""
-    total = run.facts.train_iters
-    return f"{run.iteration:,}" + (f" of {total:,}" if total else "")
+    return f"{run.iteration:,} of {run.facts.train_iters:,}"
 
 
 def describe_members(run: MonitoredRun) -> str:
@@ -123,19 +127,30 @@ def _news(run: MonitoredRun) -> str:
 
 def replica_table(run: MonitoredRun, most: int | None = None) -> Table:
     """Return the table of the replicas; where there are more than `most`, of the slowest ones."""
-    is_elastic, is_member = run.is_elastic, {replica.name for replica in run.members}.__contains__
-    found = sorted(run.replicas, key=lambda each: (not is_member(each.name), _known_speed(each)))
+    is_elastic, members = run.is_elastic, run.members
+
+    def rank(replica: Replica) -> tuple[bool, float]:
+        known = filter(math.isfinite, (replica.speed_between_syncs(run.facts), replica.speed))
+        return replica not in members, next(known, math.inf)
+
+    found = sorted(run.replicas, key=rank)
     shown = sorted(found[:most], key=lambda each: each.name if is_elastic else each.number)
-    weights, shares = run.syncs.mean_weights(), run.syncs.anomaly_shares()
+    count = len(run.replicas)
+    weights = run.syncs.by_replica(lambda sync: sync.weights.mean(axis=0), count)
+    shares = run.syncs.anomaly_shares(count)
     rows = []
     for each in shown:
-        part = ["yes" if is_member(each.name) else "no", percent(run.membership.share(each.name))]
+        is_member, own = each in members, weights[:, each.number]
+        own = own[np.isfinite(own)]
+        part = ["yes" if is_member else "no", percent(run.membership.share(each.name))]
         rows.append([
             each.name, *(part if is_elastic else ()),
-            number(each.step if each.num_iterations else None, ","), number(each.loss, ".4f"),
-            number(each.speed if is_member(each.name) else None, ",.0f"),
-            number(each.mean_speed, ",.0f"), number(each.speed_between_syncs, ",.0f"),
-            number(weights[each.number], ".3f"), percent(float(shares[each.number])),
+            number(each.step if each.steps else None, ","), number(each.loss, ".4f"),
+            number(each.speed if is_member else None, ",.0f"),
+            number(each.mean_speed, ",.0f"),
+            number(each.speed_between_syncs(run.facts), ",.0f"),
+            number(own.mean() if own.size else None, ".3f"),
+            percent(shares[each.number] if run.syncs.count else None),
         ])  # fmt: skip
     step = "replica step" if run.facts.has_unequal_steps else "iteration"
     head = ["replica", *(("member", "syncs") if is_elastic else ()), step, "loss", "tokens/s now",
@@ -144,30 +159,30 @@ def replica_table(run: MonitoredRun, most: int | None = None) -> Table:
     return Table("Replicas", head, rows, caption)
 
 
-def _known_speed(replica: Replica) -> float:
-    known = filter(math.isfinite, (replica.speed_between_syncs, replica.speed))
-    return next(known, math.inf)
-
-
 def sync_table(run: MonitoredRun, most: int) -> Table:
     """Return the table of the last syncs; its cells have no spaces at which a terminal wraps."""
     head = ("sync", "iteration", "norms", "effective", "clip", "left out", "rolled back",
             "wait ms", "exposed ms", "total ms", "MB sent")  # fmt: skip
-    rows = [
-        [
-            f"{sync.round:,}", f"{sync.iteration:,}",
-            f"{number(sync.norm_min)}-{number(sync.norm_max)}",
-            f"{number(sync.effective, '.2f')}/{sync.num_replicas}", number(sync.clip, ".2f"),
-            str(sync.anomalies), str(sync.rollbacks), milliseconds(sync.wait),
-            milliseconds(sync.exposed), milliseconds(sync.total), megabytes(sync.wire_bytes),
-        ]
-        for sync in list(run.syncs.recent)[-most:]
-    ]  # fmt: skip
+    syncs = run.syncs
     caption = (
-        f"{plural(run.syncs.count, 'sync')}; exposed {percent(run.syncs.share('exposed'))} of the "
-        f"time; {megabytes(run.syncs.sums['wire_bytes'])} MB sent by a replica in total."
+        f"{plural(syncs.count, 'sync')}; exposed {percent(syncs.share('exposed'))} of the "
+        f"time; {megabytes(syncs.sent_bytes)} MB sent by a replica in total."
     )
-    return Table("Last syncs", head, rows, caption)
+    return Table("Last syncs", head, [_sync_cells(sync) for sync in syncs.records[-most:]], caption)
+
+
+def _sync_cells(sync: SyncRecord) -> list[str]:
+    norms, clip = sync.norms[np.isfinite(sync.norms)], sync.clip[np.isfinite(sync.clip)]
+    lowest, highest = (norms.min(), norms.max()) if norms.size else (None, None)
+    seconds = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
+    return [
+        f"{sync.round:,}", f"{sync.iteration:,}", f"{number(lowest)}-{number(highest)}",
+        f"{np.median(effective_replicas(sync)):.2f}/{sync.weights.shape[1]}",
+        number(np.median(clip) if clip.size else None, ".2f"),
+        str(int(sync.anomalous.sum())), str(int(sync.rollback.sum())),
+        *(milliseconds(seconds[name]) for name in ("wait", "exposed", "total")),
+        megabytes(sync.wire_bytes),
+    ]  # fmt: skip
 
 
 def change_table(run: MonitoredRun, most: int) -> Table:
@@ -182,17 +197,12 @@ def change_table(run: MonitoredRun, most: int) -> Table:
 
 
 def _change_cells(run: MonitoredRun, change: MembershipChange) -> list[str]:
-    left = [_describe_leave(run, span) for span in change.left]
+    left = [f"{span.name} ({how_left(run, span)})" for span in change.left]
     return [
         clock_time(change.time), f"{change.round:,}", f"{change.epoch:,}",
         join_names(change.came) or UNKNOWN, join_names(left) or UNKNOWN,
         f"{len(change.members):,}",
     ]  # fmt: skip
-
-
-def _describe_leave(run: MonitoredRun, span: MemberSpan) -> str:
-    reason = None if run.journal is None else run.journal.reason_of(span)
-    return f"{span.name} ({reason or describe_end(end_of(run, span))})"
 
 
 # ---- quantities
@@ -223,8 +233,8 @@ def _training_loss(column: ResultColumn) -> str:
 
 
 def _tokens(column: ResultColumn) -> str:
-    tokens, progress = column.run.tokens, column.run.progress
-    shown = UNKNOWN if tokens is None else f"{tokens / 1e6:,.4g}"
+    progress = column.run.progress
+    shown = f"{column.run.tokens / 1e6:,.4g}"
     return f"{shown} ({percent(progress)})" if progress not in (None, 1.0) else shown
 
 
@@ -246,23 +256,22 @@ def _difference(column: ResultColumn) -> str:
 
 def _bytes(column: ResultColumn) -> str:
     syncs = column.run.syncs
-    return f"{megabytes(syncs.sums['wire_bytes'])} in {syncs.count:,}" if syncs.count else UNKNOWN
+    return f"{megabytes(syncs.sent_bytes)} in {syncs.count:,}" if syncs.count else UNKNOWN
 
 
 def _effective(column: ResultColumn) -> str:
-    recent = column.run.syncs.recent
-    if not recent or recent[-1].num_replicas < 2:
+    recent = column.run.syncs.records[-1:]
+    if not recent or recent[0].weights.shape[1] < 2:
         return UNKNOWN
-    return f"{number(recent[-1].effective, '.2f')} of {recent[-1].num_replicas}"
+    return f"{np.median(effective_replicas(recent[0])):.2f} of {recent[0].weights.shape[1]}"
 
 
 def _rejected(column: ResultColumn) -> str:
     syncs = column.run.syncs
     if not syncs.count:
         return UNKNOWN
-    rollbacks = int(syncs.sums["rollbacks"])
-    back = f", {plural(rollbacks, 'roll-back')}" if rollbacks else ""
-    return f"{int(syncs.sums['anomalies']):,}{back}"
+    back = f", {plural(syncs.num_rollbacks, 'roll-back')}" if syncs.num_rollbacks else ""
+    return f"{syncs.num_anomalies:,}{back}"
 
 
 def _problems(column: ResultColumn) -> str:
@@ -281,8 +290,7 @@ QUANTITIES: tuple[Column[ResultColumn], ...] = (
     Column("million tokens", "consumed by all replicas together, and the share of the training "
            "where it is not complete", _tokens),
     Column("time", "of training, without start-up, evaluations and saves", _seconds),
-    Column("time left", "at the present speed", lambda one: duration(
-        one.run.remaining_seconds if one.run.state == RUNNING else None)),
+    Column("time left", "at the present speed", lambda one: duration(one.run.remaining_seconds)),
     Column("validation loss", "nats per token, of the last evaluation",
            lambda one: number(one.curves.final_loss, ".4f")),
     Column("difference", "of that loss to the first run's", _difference),
@@ -322,19 +330,16 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     Raises:
         UsageError: a folder is given twice.
     """
-    parts = [folder.resolve().parts for folder in folders]
+    paths = [folder.resolve() for folder in folders]
     for place, folder in enumerate(folders):
-        if parts[place] in parts[:place]:
+        if paths[place] in paths[:place]:
             raise UsageError(str(folder), "is given twice", "give each run once")
-    while len({each[-1] for each in parts}) == 1 and min(map(len, parts)) > 1:
-        parts = [each[:-1] for each in parts]
-    single = [[each[-place] for each in parts] for place in range(1, min(map(len, parts)))]
-    longer = [
-        ["/".join(each[-length:]) for each in parts]
-        for length in range(2, len(max(parts, key=len)))
-    ]
-    whole = [str(Path(*each)) for each in parts]
-    names = next(found for found in (*single, *longer, whole) if len(set(found)) == len(found))
+    while len({path.name for path in paths}) == 1 and all(path.name for path in paths):
+        paths = [path.parent for path in paths]
+    whole = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+    depth = min(len(path.parts) for path in paths)
+    single = ([path.parts[-place] for path in paths] for place in range(1, depth))
+    names = next((found for found in single if len(set(found)) == len(found)), whole)
     return [to_one_line(name) for name in names]
 
 

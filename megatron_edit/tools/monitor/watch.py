@@ -70,10 +70,7 @@ def _progress(run: MonitoredRun) -> RenderableType:
     if run.state == RUNNING:
         texts.append(f"{duration(run.remaining_seconds)} left")
     row = rich.table.Table.grid(padding=(0, 2))
-    bar = []
-    if run.progress is not None:
-        bar.append(ProgressBar(total=1.0, completed=run.progress, width=20))
-    row.add_row(*bar, "  ".join(texts))
+    row.add_row(ProgressBar(total=1.0, completed=run.progress or 0.0, width=20), "  ".join(texts))
     return row
 
 

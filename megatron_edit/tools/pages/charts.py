@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FLAT_SHARE = 0.005  # a curve that varies by less looks flat on an axis from zero
 MANY = 8  # more lines of one kind are drawn as a band
 MAX_LABELS = 14
+MAX_POINTS = 1000  # of a line or of bars; more could not be told apart
 MIN_LIMITED = 50  # values, before high ones may be above the axis
 WIDTH_SHARE = 25  # training losses are means over 1/25 of the longest training
 SHOWN_SHARE = 0.9  # of the losses of several runs: the others may be above the axis
@@ -79,6 +80,7 @@ class LineChart:
 
     def add(self, label: str, x: Array, y: Array, color: str = INK, **style: Any) -> None:
         """Add a line; a short one has markers."""
+        x, y = thinned(MAX_POINTS, x, y)
         markers = {"marker": "o", "markersize": 3.5} if x.size <= 12 else {}
         self.lines.append(Line(label, x, y, {"color": color} | markers | style))
 
@@ -158,15 +160,25 @@ class LineChart:
             axes.xaxis.set_major_formatter(EngFormatter())
 
 
+def thinned(most: int, *columns: Array) -> list[Array]:
+    """Return at most about `most` rows of equally long columns: means of neighbouring rows."""
+    every = columns[0].size // most + 1
+    if every == 1:
+        return list(columns)
+    starts = np.arange(0, columns[0].size, every)
+    lengths = np.diff(starts, append=columns[0].size)
+    return [np.add.reduceat(column, starts) / lengths for column in columns]
+
+
 def _at(places: Array, x: Array, y: Array) -> Array:
     return np.interp(places, x, y, left=math.nan, right=math.nan)
 
 
 def _draw_band(axes: Axes, band: Band) -> None:
     if band.is_bars:
-        edges = bar_edges(band.x)
+        x, low, high = thinned(MAX_POINTS, band.x, band.low, band.high)
         style: dict[str, Any] = {"fill": True, "color": band.color, "label": band.label or None}
-        axes.stairs(band.high, edges, baseline=band.low, **style)
+        axes.stairs(high, bar_edges(x), baseline=low, **style)
         return
     axes.fill_between(band.x, band.low, band.high, color=band.color, alpha=0.3, linewidth=0,
                       label=band.label)  # fmt: skip
