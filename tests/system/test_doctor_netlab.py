@@ -24,7 +24,7 @@ def doctor(lab: Lab, host: int) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}",
         "--nproc-per-node=2", f"--master-addr={lab.address(0)}", "--master-port=29500",
-        "-m", "megatron_edit", "doctor", "--no-host", "--json",
+        "-m", "megatron_edit", "doctor", "--json",
     ]  # fmt: skip
 
 

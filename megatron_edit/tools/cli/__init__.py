@@ -37,7 +37,10 @@ SUBCOMMANDS = {
 }
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program that the signal ended
 # Errors of the operating system that are caused by a given path, not by a bug.
-PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+PATH_ERRORS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EEXIST,
+    errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.EDQUOT, errno.ELOOP, errno.ESTALE, errno.EIO,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

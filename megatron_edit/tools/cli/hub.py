@@ -19,8 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.elastic.agent import HubAddress, query
-from megatron_edit.elastic.channel import TOKEN_VARIABLE, ChannelError, read_token
+from megatron_edit.elastic.agent import query
+from megatron_edit.elastic.channel import (
+    TOKEN_VARIABLE,
+    ChannelError,
+    HubAddress,
+    read_token,
+    tls_context,
+)
 from megatron_edit.elastic.hub_state import failed_joins_text
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.server import Hub
@@ -70,6 +76,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             f"--listen {options.listen}", "without a token a hub listens on loopback only",
             f"give --token-file or {TOKEN_VARIABLE}",
         )  # fmt: skip
+    tls_context(token, is_server=True)  # refuse a machine that cannot use it
     journal = Journal.open(Path(options.state_dir))
     hub = Hub.start(journal, options.min_replicas, token, say=_say)
     try:

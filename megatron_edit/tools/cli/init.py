@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
@@ -51,35 +51,26 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     if not options.folder:
         raise UsageError("DIR (empty)", "must be the name of a folder", "give one")
     folder, files = Path(options.folder), template_files()
-    try:
-        missing, differing = _compare(folder, files)
-        if differing and not options.force:
-            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise UsageError(
-                f"{folder / differing[0]}{more}",
-                "exists with other content",
-                "give another folder, or --force to replace it",
-            )
-        written = sorted(missing + differing)
-        for name in written:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(files[name], folder / name)
-    except OSError as error:
-        rule = f"cannot be used ({error.strerror})"
-        raise UsageError(str(error.filename), rule, "give another folder") from None
-    for name in written:
-        sys.stdout.write(f"{name}\n")
-    sys.stdout.write(f"{len(written)} of {len(files)} files written to {folder}\n")
-    sys.stdout.write(_NEXT.format(folder=shlex.quote(str(folder)), python=sys.executable))
-    return 0
-
-
-def _compare(folder: Path, files: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Return the files that the folder lacks, and those that have another content there."""
     missing = [name for name in files if not (folder / name).exists()]
     differing = [
         name
         for name, source in files.items()
         if name not in missing and (folder / name).read_bytes() != source.read_bytes()
     ]
-    return missing, differing
+    if differing and not options.force:
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise UsageError(
+            f"{folder / differing[0]}{more}",
+            "exists with other content",
+            "give another folder, or --force to replace it",
+        )
+    written = sorted(missing + differing)
+    for name in written:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(files[name].read_bytes())
+        shutil.copymode(files[name], folder / name)
+    for name in written:
+        sys.stdout.write(f"{name}\n")
+    sys.stdout.write(f"{len(written)} of {len(files)} files written to {folder}\n")
+    sys.stdout.write(_NEXT.format(folder=shlex.quote(str(folder)), python=sys.executable))
+    return 0

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.checkpoint.files import check_content, check_sizes
-from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, FoundCheckpoint
+from megatron_edit.checkpoint.folder import CheckpointFolder, FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.constants import ALL, FP32, REPLICA_NAME
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.words import refuse_rest
+from megatron_edit.tools.plan.values import show_bytes
 
 _NAME = re.compile(REPLICA_NAME)  # a checkpoint of fewer members than nominal has fillers, too
 
@@ -42,7 +43,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     manifest = read_manifest(found.path)
     check_sizes(found.path, manifest.files)
     if options.verify:
-        _verify(found.path, manifest)
+        for name, record in manifest.files.items():
+            check_content(found.path, name, record)
     if options.json:
         sys.stdout.write(json.dumps(manifest.as_dict(), indent=1) + "\n")
     else:
@@ -69,52 +71,33 @@ def _find(path: Path, step: int | None) -> FoundCheckpoint:
     )
 
 
-def _verify(checkpoint: Path, manifest: Manifest) -> None:
-    names = list(manifest.files)
-    for number, name in enumerate(names, start=1):
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\rreading {number} of {len(names)} files")
-        check_content(checkpoint, name, manifest.files[name])
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
-
-
 def _lines(found: FoundCheckpoint, manifest: Manifest, *, is_verified: bool) -> Iterator[str]:
     yield str(found.path)
-    yield f"  complete: yes; files: {len(manifest.files)}, " + (
+    read = (
         "all read and equal to what was saved"
         if is_verified
         else "sizes right (--verify reads them)"
     )
+    nbytes = sum(record.size for record in manifest.files.values())
+    yield f"  complete: yes; files: {len(manifest.files)} of {show_bytes(nbytes)}, {read}"
     yield f"  written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"
-    is_elastic = _is_elastic(manifest)
-    leader = "leader" if is_elastic else "replica 0"
-    elastic, article = ("elastic, nominally ", "the ") if is_elastic else ("", "")
+    has_names = manifest.members != tuple(map(str, range(len(manifest.members))))
+    is_elastic = has_names or bool(manifest.digest)
+    elastic, leader = ("elastic, nominally ", "the leader") if is_elastic else ("", "replica 0")
     yield (
         f"  strategy {manifest.strategy}: {elastic}{manifest.num_replicas} replicas x "
         f"{manifest.ranks_per_replica} ranks, form {manifest.form} "
-        f"({'inner state of every replica' if manifest.form == ALL else f'of {article}{leader}'})"
+        f"({'inner state of every replica' if manifest.form == ALL else f'of {leader}'})"
     )
     if is_elastic:
-        names = [name for name in manifest.members if _NAME.fullmatch(name)]
-        yield f"  members: {', '.join(names)}"
+        members = [name for name in manifest.members if _NAME.fullmatch(name)]
+        yield f"  members: {', '.join(members)}"
         yield f"  digest of anchor and momentum: {manifest.digest or 'none'}"
     parallel = ", ".join(f"{name} {size}" for name, size in manifest.parallel.items() if size > 1)
     yield f"  inside a replica: {parallel or 'data parallel only'}"
     yield f"  iteration {manifest.iteration}, {manifest.samples} samples, {_where(manifest)}"
     yield f"  outer state: {_outer(manifest)}"
     yield f"  units: {', '.join(manifest.units)}"
-    yield from _replica_lines(manifest)
-    yield "  part                  bytes  files"
-    for part, names in _parts(manifest, leader).items():
-        size = sum(manifest.files[name].size for name in names)
-        yield f"  {part:14} {size:12}  {len(names):5}"
-    yield "  digests (SHA-256)"
-    for name, record in manifest.files.items():
-        yield f"  {record.sha256[:16]}  {name}"
-
-
-def _replica_lines(manifest: Manifest) -> Iterator[str]:
     numbers = tuple(map(str, range(len(manifest.replicas))))
     names = manifest.members if len(manifest.members) == len(numbers) else numbers
     width = max(map(len, ("replica", *names)))
@@ -123,12 +106,6 @@ def _replica_lines(manifest: Manifest) -> Iterator[str]:
         waits = "yes" if entry.is_waiting else "no"
         counts = f"{entry.step:4}  {entry.inner_steps:12}  {entry.samples:9}"
         yield f"  {name:>{width}}  {counts}  {waits}"
-
-
-def _is_elastic(manifest: Manifest) -> bool:
-    """Return whether replicas have names; without a hub they have numbers."""
-    numbers = tuple(map(str, range(len(manifest.members))))
-    return bool(manifest.digest) or manifest.members != numbers
 
 
 def _where(manifest: Manifest) -> str:
@@ -152,18 +129,3 @@ def _outer(manifest: Manifest) -> str:
         for sync in entry.pending
     ]
     return what + (f"; not landed yet: {', '.join(late)}" if late else "")
-
-
-def _parts(manifest: Manifest, leader: str) -> dict[str, list[str]]:
-    """Return the files by their contents.
-
-    Args:
-        manifest: of the checkpoint.
-        leader: whose model it has.
-    """
-    parts: dict[str, list[str]] = {}
-    for name in manifest.files:
-        folder = name.split("/")[1] if name.startswith(f"{EDIT}/") else ""
-        known = {OUTER: "outer state", RANDOM: "random streams", "": leader}
-        parts.setdefault(known.get(folder, folder.replace("_", " ")), []).append(name)
-    return parts

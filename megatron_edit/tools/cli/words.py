@@ -8,6 +8,7 @@ replaced by another one, whatever each of them needs of the rest.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import re
 import sys
@@ -41,6 +42,7 @@ from megatron_edit.tools.plan.values import (
 SCRIPT, FLAGS = "script", "flags"  # what a word before all flags is that is no .py and no .args
 FLAG_FILE, PYTHON = ".args", ".py"
 NUM_REPLICAS = flag("num_replicas")
+_TYPO = 0.85  # similarity above which an unknown flag is a misspelt option
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,10 @@ class SharedValues:
         Raises:
             UsageError: each replica has its own launch.
         """
-        if self.hosts is not None:
-            refuse_own_launches(config)
+        if self.hosts is not None and (config.replica_id is not None or config.hub is not None):
+            name = flag("replica_id" if config.hub is None else "hub")
+            rule = f"are those of a single launch, and {name} is given"
+            raise UsageError("--hosts", rule, "drop --hosts")
         return self.hosts
 
 
@@ -213,7 +217,7 @@ class SharedValues:
 
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_REMEDY = "give names between commas, all with a number of ranks after a colon or none"
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def parse_hosts(text: str, world_size: int | None) -> list[str]:
@@ -228,18 +232,14 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
     """
     pairs = [entry.strip().partition(":") for entry in text.split(",")]
     names = [name for name, _, _ in pairs]
-    colons = {colon for _, colon, _ in pairs}
     numbers = [number for _, _, number in pairs]
-    is_wrong = len(colons) > 1 or len(set(names)) < len(names) or not all(names)
-    for name in names:
-        if name and not _NAME.fullmatch(name):
-            remedy = "write node1,node2,...; with SLURM: scontrol show hostnames | paste -sd,"
-            raise UsageError(f"--hosts {text}", f"must be names between commas, not {name}", remedy)
-    if is_wrong:
-        raise UsageError(f"--hosts {text}", "must name each host once", _REMEDY)
-    if colons == {":"} and not all(map(_is_count, numbers)):
-        raise UsageError(f"--hosts {text}", "must give each host a number of ranks", _REMEDY)
-    if colons == {""}:
+    has_numbers = all(map(_NUMBER.fullmatch, numbers))
+    is_list = all(map(_NAME.fullmatch, names)) and len(set(names)) == len(names)
+    if not is_list or not (has_numbers or text.count(":") == 0):
+        rule = "must name each host once, all with a number of ranks or none"
+        remedy = "write node1:8,node2:4; with SLURM: scontrol show hostnames | paste -sd,"
+        raise UsageError(f"--hosts {text}", rule, remedy)
+    if not has_numbers:
         if world_size is None or world_size % len(names):
             found = "is not given" if world_size is None else f"{world_size} is no multiple of them"
             rule = f"names {len(names)} hosts, and --world-size {found}"
@@ -251,10 +251,6 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
         rule = f"gives {len(hosts)} ranks, and --world-size {world_size}"
         raise UsageError(f"--hosts {text}", rule, "drop --world-size, or correct one of them")
     return hosts
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0
 
 
 def check_placement(config: EditConfig, num_replicas: int) -> str | None:
@@ -304,19 +300,6 @@ def placement_lines(counts: Sequence[Mapping[str, int]]) -> Iterator[str]:
         yield f"warning: {line}"
 
 
-def refuse_own_launches(config: EditConfig) -> None:
-    """Refuse `--hosts` for one launch per replica.
-
-    Raises:
-        UsageError: each replica has its own launch.
-    """
-    if config.replica_id is not None or config.hub is not None:
-        name = "replica_id" if config.hub is None else "hub"
-        raise UsageError(
-            "--hosts", f"are those of a single launch, and {flag(name)} is given", "drop --hosts"
-        )
-
-
 # ---- Functions that several subcommands share
 
 
@@ -343,6 +326,21 @@ def refuse_rest(command: str, rest: Sequence[str]) -> None:
         raise UsageError(
             " ".join(rest), f"is not an argument of {command}", f"see {command} --help"
         )
+
+
+def refuse_removed(
+    command: str, argv: Sequence[str], removed: Collection[str], own: Sequence[str] = ()
+) -> None:
+    """Refuse options that a subcommand no longer has, and misspelt ones; others are the training's.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name in canonical(argv):
+        if name in removed:
+            raise UsageError(name, f"is no option of {command} any more", "see docs/changelog.md")
+        if close := difflib.get_close_matches(name, own, n=1, cutoff=_TYPO):
+            raise UsageError(name, f"is no option of {command}", f"did you mean {close[0]}?")
 
 
 def search_megatron_as_launch(folder: Path | None) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,97 +16,58 @@ from typing import Any
 import torch
 
 from megatron_edit.comm.collectives import Group, all_reduce_payload
+from megatron_edit.comm.interfaces import GLOO_INTERFACE
 from megatron_edit.comm.placement import Placement, host_lines, place, straddling_warnings
 from megatron_edit.comm.transport import ON_CPU, Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld, join
-from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
-from megatron_edit.constants import CPU, CUDA, FP32_BYTES
+from megatron_edit.config import EditConfig
+from megatron_edit.constants import CPU
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
-from megatron_edit.tools.doctor.machine import machine_facts, unusable_interfaces
+from megatron_edit.tools.doctor.machine import machine_facts
+from megatron_edit.tools.plan.values import show_rate
 
 PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.005
-_UNUSABLE = "correct the lines about interfaces first: the ranks could not be connected"
 _BLOCKED = "start all ranks, and open all ports between the machines (docs/troubleshooting.md)"
 
 
 @dataclass
 class Report:
-    """The results, as lines and as numbers.
-
-    Attributes:
-        numbers: for ``--json``.
-        is_single_host: whether all ranks are on this machine.
-    """
+    """The results, as lines, and as numbers for ``--json``."""
 
     findings: list[DoctorFinding] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
-    is_single_host: bool = True
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch as this process sees it.
+def placement_of(config: EditConfig, env: Mapping[str, str]) -> Placement | None:
+    """Return the placement of this process; None if it is the only one.
 
-    Attributes:
-        config: of a training with the same flags.
-        placement: of this process; None where it is the only one.
+    The launch of a replica of an elastic run is one replica. On a single node each rank is a
+    replica by default.
+
+    Raises:
+        UsageError: settings and environment contradict each other.
     """
-
-    config: EditConfig
-    placement: Placement | None
-
-    @classmethod
-    def of(cls, words: Sequence[str], env: Mapping[str, str]) -> Launch:
-        """Determine this process's placement. On a single node each rank is a replica by default.
-
-        Args:
-            words: flags of a training.
-
-        Raises:
-            UsageError: flags and environment contradict each other.
-        """
-        config = config_from_argv(words)
-        world = env.get("WORLD_SIZE", "1")
-        if world == "1" and config.replica_id is None:
-            return cls(config, None)
-        try:
-            return cls(config, place(config.num_replicas, config.replica_id, env))
-        except UsageError:
-            if config.num_replicas is not None:
-                raise
-        config = config_from_argv([*words, "--edit-num-replicas", world])
-        return cls(config, place(config.num_replicas, config.replica_id, env))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the first of the launch, which prints the report."""
-        return self.placement is None or self.placement.global_rank == 0
+    world = env.get("WORLD_SIZE", "1")
+    if world == "1" and config.replica_id is None:
+        return None
+    num_replicas = config.num_replicas if config.hub is None else 1
+    try:
+        return place(num_replicas, config.replica_id, env)
+    except UsageError:
+        if num_replicas is not None:
+            raise
+    return place(int(world), None, env)
 
 
-@dataclass(frozen=True)
-class FolderVisibility:
-    """Whether and when one rank saw the file that global rank 0 wrote.
-
-    Attributes:
-        error: why the file was not seen; None where it was.
-        delay_seconds: from the announcement of the file to reading all of it.
-    """
-
-    delay_seconds: float = 0.0
-    error: str | None = None
-
-
-def examine(launch: Launch, *, folder: Path | None, parameters: int, step_seconds: float) -> Report:
+def examine(config: EditConfig, placement: Placement | None, folder: Path | None) -> Report:
     """Exchange facts with all ranks and, if they can be connected, measure the links.
 
     Collective: all ranks of the launch.
 
     Args:
         folder: to be visible to all ranks; None checks none.
-        parameters: of the model for which the time of a sync is computed.
 
     Returns:
         The results; on the first rank also a failed or lost connection between the ranks.
@@ -117,145 +76,123 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
         UsageError: the launch cannot be used.
         ReplicaLostError: the ranks could not connect, and this is not the first rank.
     """
-    report, placement = Report(), launch.placement
+    report = Report()
     if placement is None:
-        if folder is not None:
-            alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
-            _check_folder(folder, alone, report)
         return report
-    transport = _transport(launch.config)
-    config = launch.config
+    transport = _transport(config)
     world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     try:
         world.arrange(config.placement)
         os.environ.update(world.interface_variable)
-        all_ranks = _exchange_facts(world, report)
-        if all_ranks is not None and placement.num_replicas > 1:
-            all_reduce = _measure(world, transport, all_ranks, report)
-            shape = placement.num_replicas, placement.ranks_per_replica
-            report.findings += sync_findings(all_reduce, *shape, parameters, step_seconds)
-        if all_ranks is not None and folder is not None:
-            _check_folder(folder, all_ranks, report)
+        if _exchange_facts(world, report):
+            all_ranks = _all_ranks_group(world)
+            if placement.num_replicas > 1:
+                _measure(world, transport, all_ranks, report)
+            if folder is not None:
+                _check_folder(folder, all_ranks, report)
         world.exit_barrier()
         world.wait_for_all_readers("doctor/left", world.timeout)  # rank 0 may host the store
     except ReplicaLostError as error:
-        if not launch.is_first:
+        if placement.global_rank > 0:
             raise
         reason = str(error).partition("\n")[0]
         report.findings.append(DoctorFinding("between the ranks", reason, Level.BAD, _BLOCKED))
     return report
 
 
-def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
-    """Exchange facts about the machines; return a group of all ranks if they can be connected.
+def _exchange_facts(world: ReplicaWorld, report: Report) -> bool:
+    """Compare the machines of all ranks, on the first one; return whether gloo can connect them.
 
-    The store is used, which needs none of the interfaces that gloo and NCCL choose. All ranks get
-    the same facts, so that all decide alike.
+    The store is used, which needs no interface of gloo's.
     """
-    place, store = world.placement, world.shared_store
-    size = place.num_replicas * place.ranks_per_replica
-    store.set(f"doctor/rank{world.launch_rank}", json.dumps(machine_facts()))
-    machines: list[dict[str, Any]] = []
-    for rank in range(size):
-        replica = rank // place.ranks_per_replica
-        if world.arrangement is not None:
-            replica, _ = world.arrangement.places()[rank]
-        world.wait_for(f"doctor/rank{rank}", world.timeout, replica=replica)
-        machines.append(json.loads(store.get(f"doctor/rank{rank}")))
-        report.is_single_host = len({entry["host"] for entry in machines}) == 1
-    hosts = {entry["host"] for entry in machines}
+
+    def decide(machines: list[dict[str, Any]]) -> list[bool]:
+        report.findings += _machine_findings(world, machines)
+        return [not any(each["missing"] for each in machines)] * len(machines)
+
+    return bool(world.settle("doctor", machine_facts(), decide))
+
+
+def _machine_findings(
+    world: ReplicaWorld, machines: Sequence[dict[str, Any]]
+) -> Iterator[DoctorFinding]:
+    place, first = world.placement, machines[0]
+    num_hosts = len({each["host"] for each in machines})
     shape = f"{place.num_replicas} replicas x {place.ranks_per_replica} ranks"
-    unusable = [
-        unusable_interfaces(entry, is_single_host=report.is_single_host) for entry in machines
-    ]
-    report.findings += [
-        DoctorFinding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
-        *_placement_findings(world),
-        *_different_versions(machines),
-        *_findings_on_other_hosts([entry["host"] for entry in machines], unusable),
-    ]
-    if any(unusable):
-        report.findings.append(
-            DoctorFinding("between the ranks", "not measured", Level.HINT, _UNUSABLE)
-        )
-        return None
-    return _all_ranks_group(world)
-
-
-def _placement_findings(world: ReplicaWorld) -> Iterator[DoctorFinding]:
-    """Yield which replica is on which hosts, where one launch arranges its ranks in replicas."""
-    if world.arrangement is not None and world.placement.is_single_launch:
-        counts = world.arrangement.counts()
+    yield DoctorFinding("ranks", f"{len(machines)} on {num_hosts} machines, {shape}")
+    if place.is_single_launch:  # which arranges its ranks in replicas
+        counts = world.host_counts() or []
         yield DoctorFinding("placement", "; ".join(host_lines(counts)))
         for warning in straddling_warnings(counts):
             yield DoctorFinding("placement", warning, Level.HINT)
+    for each in machines:
+        for name, version in each["versions"].items():
+            if version != first["versions"][name]:
+                value = f"{version} on {each['host']}, {first['versions'][name]} on the first"
+                yield DoctorFinding(name, value, Level.BAD, "install the same everywhere")
+        if each["missing"]:
+            value = f"no {each['missing']} on {each['host']}; nothing is measured"
+            yield DoctorFinding(GLOO_INTERFACE, value, Level.BAD, "name an interface of it")
 
 
-def _measure(
-    world: ReplicaWorld, transport: Transport, all_ranks: Group, report: Report
-) -> AllReduceResult:
+def _measure(world: ReplicaWorld, transport: Transport, all_ranks: Group, report: Report) -> None:
     """Measure the links between the replicas, and all-reduces among them."""
-    all_reduce = measure_all_reduce(_sync_group(world, transport), all_ranks)
+    place = world.placement
+    name = f"doctor/sync {place.rank}"  # the ranks at this rank's position in every replica
+    among = stand_alone_group(
+        world.shared_store, place.replica, place.num_replicas, transport, world.timeout, name
+    )
+    all_reduce = measure_all_reduce(among, all_ranks)
     mine = [dataclasses.asdict(link) for link in measure_links(world, transport)]
     links = [MeasuredLink(**link) for one in all_ranks.all_gather_json(mine) for link in one]
     report.findings += link_findings(links)
+    report.findings += sync_findings(all_reduce, links, world.host_counts() or [])
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
         "all_reduce": dataclasses.asdict(all_reduce),
     }
-    return all_reduce
 
 
 def _check_folder(folder: Path, all_ranks: Group, report: Report) -> None:
-    seen = _watch(folder, all_ranks)
-    report.findings.append(_folder_finding(folder, seen))
-    report.numbers["shared_dir"] = [dataclasses.asdict(one) for one in seen]
-
-
-def _watch(folder: Path, all_ranks: Group) -> list[FolderVisibility]:
-    """Let rank 0 of the group write a file, and all ranks look for it.
+    """Let the first rank write a file, and all ranks look for it.
 
     Collective: all ranks of the group.
-
-    Returns:
-        The visibility for each rank, in rank order.
     """
-    content = uuid.uuid4().hex
-    written = _write(folder / f".doctor-{content}", content) if all_ranks.rank == 0 else None
-    content, error = all_ranks.all_gather_json((content, written))[0]
-    path = folder / f".doctor-{content}"
-    mine = FolderVisibility(error=error) if error else _poll(path, content)
-    seen = [FolderVisibility(**one) for one in all_ranks.all_gather_json(dataclasses.asdict(mine))]
+    path, error = folder / f".doctor-{uuid.uuid4().hex}", None
+    if all_ranks.rank == 0:
+        try:
+            path.touch()
+        except OSError as failure:
+            error = f"the first rank cannot write to it ({failure.strerror})"
+    name, error = all_ranks.all_gather_json((path.name, error))[0]
+    mine = {"delay_seconds": 0.0, "error": error} if error else _look_for(folder / name)
+    seen = all_ranks.all_gather_json(mine)
     if all_ranks.rank == 0:
         path.unlink(missing_ok=True)
-    return seen
+    report.numbers["shared_dir"] = seen
+    value = f"seen by all ranks ({len(seen)})"
+    finding = DoctorFinding(f"shared folder {folder}", value)
+    for rank, one in enumerate(seen):
+        if one["error"] is not None:
+            remedy = "give --save and --edit-log-dir a folder that all machines mount"
+            value = f"rank {rank}: {one['error']}"
+            finding = DoctorFinding(finding.name, value, Level.BAD, remedy)
+    report.findings.append(finding)
 
 
-def _write(path: Path, content: str) -> str | None:
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        return f"the first rank cannot write to it ({error.strerror})"
-    return None
-
-
-def _poll(path: Path, content: str) -> FolderVisibility:
+def _look_for(path: Path) -> dict[str, Any]:
+    """Return when this rank saw a file, or that it did not."""
     began = time.monotonic()
-    while time.monotonic() - began < PATIENCE_SECONDS:
-        try:
-            if path.read_text(encoding="utf-8") == content:
-                return FolderVisibility(time.monotonic() - began)
-        except OSError:
-            pass  # not there yet
+    while not path.exists():
+        if time.monotonic() - began > PATIENCE_SECONDS:
+            error = f"not seen within {PATIENCE_SECONDS:.0f} s"
+            return {"delay_seconds": 0.0, "error": error}
         time.sleep(POLL_SECONDS)
-    return FolderVisibility(error=f"not seen within {PATIENCE_SECONDS:.0f} s")
+    return {"delay_seconds": time.monotonic() - began, "error": None}
 
 
 def _transport(config: EditConfig) -> Transport:
     """Return the transport that the syncs of a training would use."""
-    if config.device == CUDA and not torch.cuda.is_available():
-        remedy = "use --edit-device auto or cpu"
-        raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
     if config.device == CPU or not torch.cuda.is_available():
         return ON_CPU
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -271,45 +208,7 @@ def _all_ranks_group(world: ReplicaWorld) -> Group:
     )
 
 
-def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
-    """Return a group of the ranks at this rank's position in every replica."""
-    place = world.placement
-    name = f"doctor/sync {place.rank}"
-    return stand_alone_group(
-        world.shared_store, place.replica, place.num_replicas, transport, world.timeout, name
-    )
-
-
-def _findings_on_other_hosts(
-    hosts: list[str], unusable: list[list[DoctorFinding]]
-) -> Iterator[DoctorFinding]:
-    """Yield the findings on other machines that the first rank has not on its own."""
-    found = [(host, one) for host, several in zip(hosts, unusable, strict=True) for one in several]
-    for host, one in dict.fromkeys(found):
-        if host != hosts[0] or one not in unusable[0]:
-            yield dataclasses.replace(one, name=f"{one.name} on {host}")
-
-
-def _different_versions(machines: list[dict[str, Any]]) -> Iterator[DoctorFinding]:
-    first = machines[0]
-    for entry in machines:
-        for name, version in entry["versions"].items():
-            if version != first["versions"][name]:
-                value = f"{version} on {entry['host']}, {first['versions'][name]} on the first"
-                yield DoctorFinding(name, value, Level.BAD, "install the same everywhere")
-
-
-def _folder_finding(folder: Path, seen: list[FolderVisibility]) -> DoctorFinding:
-    name = f"shared folder {folder}"
-    for rank, one in enumerate(seen):
-        if one.error is not None:
-            remedy = "give --save and --edit-log-dir a folder that all machines mount"
-            return DoctorFinding(name, f"rank {rank}: {one.error}", Level.BAD, remedy)
-    slowest = max(one.delay_seconds for one in seen)
-    return DoctorFinding(name, f"seen by all ranks ({len(seen)}) within {slowest * 1e3:.0f} ms")
-
-
-# ---- Latency, bandwidth and clock offsets between replicas, and suggestions for a training
+# ---- Latency, bandwidth and clock offsets between replicas
 #
 # They are measured over groups like those of a sync. Times are of complete exchanges, latency
 # included, with payloads that take a good part of a second, as in a sync.
@@ -320,7 +219,6 @@ LONG_SECONDS = 0.5  # an exchange of this length is accurate enough
 ROUNDS = 30
 MORE_ROUNDS = 2  # repeats of the long exchange of all ranks
 MOST_SKEW_SECONDS = 1.0
-_INT8_BYTES = 1
 
 Exchange = Callable[[torch.Tensor], None]
 
@@ -413,8 +311,8 @@ def link_findings(links: list[MeasuredLink]) -> Iterator[DoctorFinding]:
     """Yield findings on the links between replicas, and on their clocks."""
     for link in links:
         name = f"replica {link.source} to {link.target}"
-        rates = link.forward_bytes_per_second, link.backward_bytes_per_second
-        text = f"{_rate(rates[0])} there, {_rate(rates[1])} back, "
+        there, back = link.forward_bytes_per_second, link.backward_bytes_per_second
+        text = f"{show_rate(8 * there)} there, {show_rate(8 * back)} back, "
         yield DoctorFinding(name, text + f"round trip {link.round_trip_seconds * 1e3:.2f} ms")
         skew = f"{link.clock_offset_seconds * 1e3:+.2f} ms (+-{link.clock_error_seconds * 1e3:.2f})"
         is_far = abs(link.clock_offset_seconds) > MOST_SKEW_SECONDS
@@ -427,38 +325,24 @@ def link_findings(links: list[MeasuredLink]) -> Iterator[DoctorFinding]:
 
 
 def sync_findings(
-    all_reduce: AllReduceResult, num_replicas: int, ranks: int, parameters: int, step_seconds: float
+    all_reduce: AllReduceResult, links: Sequence[MeasuredLink], counts: Sequence[Mapping[str, int]]
 ) -> Iterator[DoctorFinding]:
-    """Yield findings on a sync among all replicas, and on the sync interval.
+    """Yield findings on a sync among all replicas, and the link as `megatron-edit plan` takes it.
 
     Args:
         all_reduce: of one rank; all ranks of a replica were measured at once.
-        num_replicas: N.
-        ranks: of one replica, K.
+        links: between the replicas.
+        counts: for each replica the number of its ranks on each host.
     """
-    rate = all_reduce.bytes_per_second * ranks
+    rate = show_rate(8 * all_reduce.bytes_per_second * sum(counts[0].values()))
+    latency = all_reduce.latency_seconds * 1e3
     yield DoctorFinding(
-        "all-reduce among the replicas",
-        f"{_rate(rate)} sent per replica, latency {all_reduce.latency_seconds * 1e3:.2f} ms",
+        "all-reduce among the replicas", f"{rate} sent per replica, latency {latency:.2f} ms"
     )
-    seconds = all_reduce_payload(FP32_BYTES * parameters, num_replicas) / rate
-    interval = max(1, round(seconds / (TARGET_SYNC_SHARE * step_seconds)))
-    usual = EditConfig().sync_interval
-    value = f"{seconds:.1f} s ({parameters / 1e9:g} billion parameters, fp32, {ranks} ranks each)"
-    if interval <= usual:
-        yield DoctorFinding("a sync", value)
-        return
-    coded = max(1, round(interval * _INT8_BYTES / FP32_BYTES))
-    delay = max(1, round(seconds * _INT8_BYTES / FP32_BYTES / step_seconds))
-    yield DoctorFinding(
-        "a sync",
-        value,
-        Level.HINT,
-        f"at {step_seconds:g} s per step --edit-sync-interval {usual} spends more than "
-        f"{TARGET_SYNC_SHARE:.0%} of the time on it: use {interval}, "
-        f"or --edit-sync-dtype int8 with {coded}"
-        + (f", or hide int8 with --edit-delay-steps {delay} at some loss" if delay < usual else ""),
-    )
+    host = show_rate(8 * all_reduce.bytes_per_second * max(counts[0].values()))
+    one_way = max(link.round_trip_seconds for link in links) / 2
+    options = f"--link {host.replace(' ', '')} --latency {one_way * 1e3:.2f}ms"
+    yield DoctorFinding("for megatron-edit plan", options)
 
 
 def _measure_link(
@@ -545,8 +429,3 @@ def _timed(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _rate(bytes_per_second: float) -> str:
-    bits = 8 * bytes_per_second
-    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
