@@ -48,6 +48,7 @@ SCRIPT, LAUNCHER = "train.py", "launcher"
 TRAINING = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --eval-iters 0 "
     "--micro-batch-size 2 --max-position-embeddings 128 --global-batch-size 32 --train-iters 40 "
+    "--eval-interval 10 "
     "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --edit-num-replicas 2 "
     "--edit-warmup-steps 8 --edit-sync-interval 4 --edit-device cpu"
 )
@@ -118,7 +119,7 @@ def make_surfaces() -> Iterator[Surface]:
     yield Surface("check", f"check {SCRIPT} {TRAINING} --use-edit --world-size 4")
     yield Surface("inspect", "inspect checkpoint --verify")
     yield Surface("inspect.json", "inspect checkpoint --json")
-    yield Surface("doctor.json", "doctor --no-host --json", keys_and_types)
+    yield Surface("doctor.json", "doctor --json", keys_and_types)
     yield Surface("compare-list", f"{COMPARISON} --list")
     yield Surface("compare", COMPARISON, files=(
         "comparison/compare.json", "comparison/compare.md", "comparison/compare.html",

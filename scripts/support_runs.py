@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.cli.patch import insert, training_scripts, version_of_clone
+from megatron_edit.tools.cli.patch import insert, remove, training_scripts, version_of_clone
 from megatron_edit.versions import RELEASES, Release
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -189,7 +189,7 @@ class Trainer:
 
     def _patched(self) -> None:
         for path, source in training_scripts(self.copy).items():
-            (self.copy / path).write_bytes(insert(source, path))
+            (self.copy / path).write_bytes(insert(remove(source, path), path))
         self._edit("patched", launcher=()).check_equal(self._first)
 
     def _tensor_parallel(self) -> None:
