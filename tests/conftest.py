@@ -32,6 +32,8 @@ QUICK_SYSTEM_FILES = {
 }
 # The slowest files, which run first so that none starts last when files run in parallel.
 SLOWEST_FILES = (
+    "test_hub_runs.py",
+    "test_hub_checkpoints.py",
     "test_docs.py",
     "test_checkpoints.py",
     "test_resume.py",

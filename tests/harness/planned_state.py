@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32_BYTES
-from megatron_edit.host.settings import landing_of, moments_of
+from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.tools.plan.job import Job
 
 
@@ -14,10 +15,10 @@ def persistent_bytes(job: Job, config: EditConfig) -> int:
 
     With a delay it includes the averages and snapshots of syncs that have not landed, of all units.
     """
-    wire, landing = Wire.of(config.sync_dtype), landing_of(config)
+    wire, landing = Wire.of(config.sync_dtype), LandingRule.of(config)
     kept = 2 + int(landing.needs_snapshot)
     if not landing.is_immediate:
-        kept += 1 + len(moments_of(config).rule.kinds)
+        kept += 1 + len(MomentSchedule.of(config).rule.kinds)
     total = sum(sum(row) for row in job.rank_numels)
     residuals = 0
     if wire.has_residual:

@@ -73,13 +73,13 @@ def test_fast_link_needs_no_compression(tmp_path: Path) -> None:
 
 
 def train_with_slower_link(name: str) -> tuple[EditRun, int, Flags]:
-    """Train with a save every four steps, once for all tests; also return the ranks of a replica
+    """Train with a save every twenty steps, once for all tests; also return the ranks of a replica
     and the flags."""
     ranks, flags = LAYOUTS["tp2-pp2"] if name == "tp2-pp2" else (1, {})
     if name == "overlap":
         ranks, flags = 2, {"edit_sync_mode": "overlap", **GATHER}
     flags = flags | {"deviates": True}
-    return cached_run(train, ranks, save_interval=4, **flags), ranks, flags
+    return cached_run(train, ranks, save_interval=20, **flags), ranks, flags
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,8 +94,18 @@ def test_slower_link_changes_the_settings(name: str) -> None:
     assert_equal_replicas(run)
 
 
-@pytest.mark.parametrize("step", [WARMUP + 20, SECOND_CHOICE, SECOND_CHOICE + 12])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("blocking", SECOND_CHOICE + 20),
+        ("overlap", WARMUP + 20),
+        ("tp2-pp2", SECOND_CHOICE),
+        *(pytest.param(name, step, marks=pytest.mark.full)
+          for name, step in (("blocking", WARMUP + 20), ("blocking", SECOND_CHOICE),
+                             ("overlap", SECOND_CHOICE), ("overlap", SECOND_CHOICE + 20),
+                             ("tp2-pp2", WARMUP + 20), ("tp2-pp2", SECOND_CHOICE + 20))),
+    ],
+)  # fmt: skip
 def test_resume_keeps_the_choice(tmp_path: Path, name: str, step: int) -> None:
     """The choice of the checkpoint is kept, and the resumed run equals the uninterrupted one
     (before the second choice except for its time: that of the last sync is not known again)."""

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.flags import read_flags
-from megatron_edit.tools.plan.model import Architecture
+from megatron_edit.tools.plan.job import Architecture
+from megatron_edit.tools.plan.values import TrainingFlags
 from tests.harness import run_ranks
 from tests.harness.launch import REPOSITORY
 
@@ -39,7 +40,7 @@ def test_parameter_counts_match_built_models() -> None:
     argvs = [flags_of(name) for name in names]
     (rank,) = run_ranks("tests.host.meta_models:unit_numels", 1, (argvs,), check=True)
     for name, argv, built in zip(names, argvs, rank.value, strict=True):
-        assert built == Architecture.from_flags(argv).unit_numels(), name
+        assert built == Architecture.from_flags(TrainingFlags(argv)).unit_numels(), name
         if name in NOMINAL:
             assert sum(built.values()) == listed()[name]
             assert 0.89 < sum(built.values()) / NOMINAL[name] < 1.36  # as the README explains

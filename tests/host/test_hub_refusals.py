@@ -1,5 +1,7 @@
 """Launches that do not fit the run of a real hub: exit code 2 and one line, members unaffected.
 
+(The hub's answers to each: `test_replica_that_does_not_fit_is_refused`, without training.)
+
 Needs torch 2.14. Would catch a replica that trains with other settings than the others, or waits
 without end where it must be told what is wrong, and a refusal that costs the run a round.
 """
@@ -74,7 +76,10 @@ def refusal_of(run: ElasticRun, launch: Launch, timeout: float = 60) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case == "setting" else pytest.param(case, marks=pytest.mark.full) for case in CASES],
+)
 def test_launch_that_does_not_fit_is_refused(run: ElasticRun, case: str) -> None:
     """The members train on in the same epoch."""
     launch, members = CASES[case], [pid for name in "ab" for pid in run.starts[name][0].pids]

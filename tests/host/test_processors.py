@@ -29,16 +29,15 @@ pytestmark = pytest.mark.skipif(
 _PLANS = """
 import torch
 from megatron_edit.comm.control import ControlRecord
-from megatron_edit.engine.plan import Penalty, RoundRules, RoundState, plan_round
-from megatron_edit.engine.sync.drift import plan_digest
-from megatron_edit.method.detector import DetectorConfig
-from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.engine import EngineSettings
+from megatron_edit.engine.plan import RoundState, plan_round
+from megatron_edit.engine.sync.checks import plan_digest
 from megatron_edit.method.outer import Nesterov, SlowMomentum, StaleMomentum
-from megatron_edit.method.schedule import QuadraticSchedule
+from megatron_edit.method.settings import Settings
 
-penalty = Penalty(DetectorConfig(3.0, 0.02, 3, 3), True, None, False, step_share=0.5,
-                  loss_check=None)
-rules = RoundRules(penalty, DIRECT_COPY, QuadraticSchedule(0, 4, 1, growth=0.1))
+settings = Settings(warmup_steps=0, sync_interval=4, fragments=1, delay_steps=0, mix=0.0,
+                    qsr_a=0.1, anomaly_warmup_syncs=3, step_weight=0.5, no_loss_check=True)
+rules = EngineSettings(settings, False, 0, 0)
 state, numbers = RoundState.fresh(5, 9, None), torch.Generator().manual_seed(1)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.host.runs import EditRun, run_edit
 from tests.host.test_aedit import HOOKS
 
@@ -29,31 +28,6 @@ def segment_of(folder: Path, name: str = "run.json") -> dict[str, Any]:
     """Read the segment of a run from its folder."""
     segment: dict[str, Any] = json.loads((folder / name).read_text())["segment"]
     return segment
-
-
-def test_evaluations_and_normal_end_are_recorded(tmp_path: Path) -> None:
-    """Validation losses are those of the console, and a reader finds no damaged line."""
-    run = run_edit(tmp_path, 2, 2, train_iters=8, eval_interval=5, eval_iters=1)
-    lines = run.lines("loss.jsonl")
-    trained = [line for line in lines if "loss" in line]
-    assert [(line["iteration"], line["samples"]) for line in trained] == [
-        (step, BATCH * step) for step in range(1, 9)
-    ]
-    evaluated = [line for line in lines if "validation_loss" in line]
-    assert len(lines) == len(trained) + len(evaluated)
-    places = [(line["iteration"], line["split"]) for line in evaluated]
-    assert places == [(5, "validation"), (8, "validation"), (8, "test")]
-    found = {line["iteration"]: line["validation_loss"] for line in evaluated}
-    assert found == pytest.approx(run.result.valid_losses, rel=1e-6)
-    assert all(line["samples"] == BATCH * line["iteration"] for line in evaluated)
-    for replica in range(2):
-        assert end_of(run, replica) == {
-            "end": "finished", "reason": None, "exit_code": 0, "iteration": 8,
-            "samples": 4 * BATCH, "lines_lost": 0,
-        }  # fmt: skip
-    monitored = MonitoredRun(tmp_path)
-    monitored.poll()
-    assert not monitored.num_damaged
 
 
 def test_resumed_run_records_resume_point(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.host.runs import run_edit
 
 DAMAGE = "tests.host.spy:damage_before_sync"
@@ -137,14 +138,26 @@ def test_outer_state_is_sharded(tmp_path: Path) -> None:
     assert run.syncs
 
 
-def test_drift_ends_run_and_names_unit(tmp_path: Path) -> None:
-    """A difference of one ulp in one element of one replica gives exit code 3 on every rank."""
+@pytest.mark.parametrize(
+    ("delay", "fault", "where", "num_syncs"),
+    [
+        (0, "drift_after_sync", "after the sync of round 2 in unit layer.2", 1),
+        (1, "anchor_drift", "in what had landed before the sync of round 3 in unit layer.2", 2),
+    ],
+    ids=["at once", "later"],
+)
+def test_drift_ends_run_and_names_unit(
+    tmp_path: Path, delay: int, fault: str, where: str, num_syncs: int
+) -> None:
+    """A difference of one ulp in one element of one replica gives exit code 3 on every rank. Where
+    syncs land later, anchor and momentum are compared at the next meeting."""
     run = run_edit(
-        tmp_path, 4, 2, train_iters=20, before="tests.host.spy:drift_after_sync", check=False
-    )
+        tmp_path, 4, 2, train_iters=20, before=f"tests.host.spy:{fault}", check=False,
+        edit_delay_steps=delay,
+    )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks] == [3] * 4
-    assert "after the sync of round 2 in unit layer.2" in run.result.ranks[0].stderr
-    assert len(run.syncs) == 1
+    assert where in run.result.ranks[0].stderr
+    assert len(run.syncs) == num_syncs
 
 
 def test_event_files_describe_run(tmp_path: Path) -> None:
@@ -164,8 +177,19 @@ def test_event_files_describe_run(tmp_path: Path) -> None:
         assert lines[0]["samples"] == 4 and lines[0]["tokens"] == 4 * 32
     loss_lines = run.lines("loss.jsonl")  # including lines of evaluations
     assert [line["iteration"] for line in loss_lines if "split" in line] == [5, 10, 10, 10]
+    evaluated = {x["iteration"]: x["validation_loss"] for x in loss_lines if "split" in x}
+    assert evaluated == pytest.approx(run.result.valid_losses, rel=1e-6)
+    assert all(line["samples"] == 8 * line["iteration"] for line in loss_lines)
     losses = [line for line in loss_lines if "loss" in line]
     assert [line["iteration"] for line in losses] == list(range(1, 11))
+    for replica in range(2):
+        assert run.lines(f"replica-{replica}.jsonl")[-1].items() >= {
+            "end": "finished", "reason": None, "exit_code": 0, "iteration": 10, "samples": 40,
+            "lines_lost": 0,
+        }.items()  # fmt: skip
+    monitored = MonitoredRun(tmp_path)
+    monitored.poll()
+    assert not monitored.num_damaged
     ones, twos = (
         [x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in (0, 1)
     )

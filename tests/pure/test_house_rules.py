@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,12 +156,12 @@ def parameters_of(function: FUNCTIONS) -> Iterator[str]:
 
 def defaults_of_settings(sources: list[Source]) -> list[str]:
     """Defaults of settings in layers that receive them as values."""
-    fields = next(source for source in sources if source.name == "config_fields.py")
-    settings = {name for owner, _, name in fields_of(fields.tree) if owner == "SettingFields"}
+    fields = next(source for source in sources if source.name == "method/settings.py")
+    settings = {name for owner, _, name in fields_of(fields.tree) if owner == "Settings"}
     assert settings
     complaints = []
     for source in sources:
-        if source.part not in ("method", "comm", "engine", "checkpoint"):
+        if source.part not in ("method", "comm", "engine", "checkpoint") or source is fields:
             continue
         for owner, node, name in fields_of(source.tree):
             if node.value is not None and name in settings:
@@ -172,42 +172,21 @@ def defaults_of_settings(sources: list[Source]) -> list[str]:
     return complaints
 
 
-def defaults_of_built_settings(sources: list[Source]) -> list[str]:
-    """Defaults of fields in the classes that host/settings.py builds from settings."""
-    maker = next(source for source in sources if source.name == "host/settings.py")
-    calls = (node for node in ast.walk(maker.tree) if isinstance(node, ast.Call))
-    made = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
-    return [
-        source.at(node, f"{owner}.{name} has a default; settings give it a value")
-        for source in sources
-        for owner, node, name in fields_of(source.tree)
-        if owner in made and node.value is not None
-    ]
-
-
-RULES = [defaults_of_settings, defaults_of_built_settings]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_setting_defaults_are_defined_once(rule: Callable[[list[Source]], list[str]]) -> None:
+def test_setting_defaults_are_defined_once() -> None:
     """Would catch `EngineSettings.prefetch_units = 2`, which may differ from the flag's default."""
-    assert rule(SOURCES) == []
+    assert defaults_of_settings(SOURCES) == []
 
 
 @pytest.mark.parametrize(
-    ("rule", "code"),
+    "code",
     [
-        (defaults_of_settings, "class Made:\n    clip: float = 10.0"),
-        (defaults_of_settings, "def f(a, *, clip=10.0): ..."),
-        (defaults_of_settings, "def f(a, clip=10.0): ..."),
-        (defaults_of_built_settings, "class Made:\n    max_norm: float = 10.0"),
+        "class Made:\n    clip: float = 10.0",
+        "def f(a, *, clip=10.0): ...",
+        "def f(a, clip=10.0): ...",
     ],
 )
-def test_default_rules_find_violations(
-    rule: Callable[[list[Source]], list[str]], code: str
-) -> None:
+def test_default_rule_finds_violations(code: str) -> None:
     """Each made-up pair of files is a violation."""
-    config = source_of("class SettingFields:\n    clip: float = 10.0", "config_fields.py")
-    settings = source_of("def made_of(config):\n    return Made(config.clip)", "host/settings.py")
-    assert rule([config, settings, source_of(code)])
-    assert not rule([config, settings])
+    settings = source_of("class Settings:\n    clip: float = 10.0", "method/settings.py")
+    assert defaults_of_settings([settings, source_of(code)])
+    assert not defaults_of_settings([settings])

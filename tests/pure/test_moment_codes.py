@@ -27,6 +27,7 @@ from megatron_edit.method.moments import (
     MomentSchedule,
     local_beta2,
 )
+from megatron_edit.method.settings import Settings
 
 anything: Any = SimpleNamespace
 CODED = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
@@ -38,14 +39,15 @@ CODED = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
 def test_moment_schedule_selects_every_kth_sync() -> None:
     """Syncs of each unit are counted: with fragments a unit takes part in every F-th sync. Catches
     an average although K exceeds the number of syncs."""
-    every = MomentSchedule.of("both", 3)
+    every = MomentSchedule.of(Settings(average_moments="both", average_moments_every=3))
     assert [every.rule_of(sync, 1) == CODED for sync in range(1, 8)] == [
         sync in (3, 6) for sync in range(1, 8)
     ]
     chosen = [sync for sync in range(1, 13) if every.rule_of(sync, 2) == CODED]
     assert chosen == [5, 6, 11, 12]
-    assert MomentSchedule.of("second", 1).rule_of(1, 1).kinds == (SECOND_MOMENT,)
-    assert MomentSchedule.of("none", 1).rule_of(1, 1) == NO_MOMENTS
+    second = MomentSchedule.of(Settings(average_moments="second"))
+    assert second.rule_of(1, 1).kinds == (SECOND_MOMENT,)
+    assert MomentSchedule.of(Settings()).rule_of(1, 1) == NO_MOMENTS
 
 
 def test_local_beta2_to_the_nth_power_is_beta2() -> None:

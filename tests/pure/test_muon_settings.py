@@ -15,8 +15,8 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.cpu import cpu_argument_defaults
 from megatron_edit.host.muon import PACKAGE, check_muon
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.plan.costs import stock_parts
 from megatron_edit.tools.plan.job import read_job
-from megatron_edit.tools.plan.memory import stock_parts
 
 VERSION = importlib.metadata.version
 MODEL = [

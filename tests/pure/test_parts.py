@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
 from megatron_edit.comm.wire import Wire, sent_bytes
-from megatron_edit.engine import EngineSettings
 from megatron_edit.engine.sync import reports as reports_module
 from megatron_edit.engine.sync.reports import Footprint, SyncReports
 from megatron_edit.engine.units import ParamShard, forward_order, plan_units
@@ -27,6 +25,7 @@ from megatron_edit.method.codec import Codec
 from megatron_edit.method.digest import as_hex, combine, combine_columns, tensor_digest
 from megatron_edit.method.moments import NO_MOMENTS
 from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, RoundStart, StepSchedule
+from tests.harness.engine_settings import settings_of
 
 
 @given(st.integers(0, 20), st.integers(1, 9))
@@ -241,9 +240,7 @@ def test_data_parallel_view_spans_all_replicas() -> None:
 @pytest.mark.parametrize("fragments", [1, 2, 4, 5])
 def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
     """Round r syncs fragment (r - 1) mod F. Would catch: fragments that are never checked."""
-    schedule = SimpleNamespace(fragments=fragments)
-    settings: Any = SimpleNamespace(digest_interval=10, schedule=schedule)
-    is_checked = partial(EngineSettings.checks_drift_after, settings)
-    seen = [number for number in range(1, 20 * fragments + 1) if is_checked(number)]
+    settings = settings_of(digest_interval=10, sync_interval=8, fragments=fragments)
+    seen = [n for n in range(1, 20 * fragments + 1) if settings.checks_drift_after(n)]
     assert len(seen) == 2 * fragments
     assert {(number - 1) % fragments for number in seen[:fragments]} == set(range(fragments))

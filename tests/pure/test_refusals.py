@@ -67,9 +67,7 @@ def test_resume_refuses_other_fragments_with_pending_co2_syncs(
     pending = [SimpleNamespace(units=units, due=None, is_stepped=False) for units in sent]
     anything: Any = SimpleNamespace
     manifest = anything(units=UNITS, strategy="co2", replicas=[anything(pending=pending)])
-    settings = anything(
-        schedule=anything(fragments=fragments), landing=anything(at_next_meeting=True)
-    )
+    settings = anything(used=anything(fragments=fragments), landing=anything(at_next_meeting=True))
     plan = anything(continues=True)
     if not is_refused:
         check_pending(Path("saves"), manifest, plan, settings)
@@ -92,7 +90,7 @@ def test_resume_refuses_other_interval_kind_at_unequal_steps(
     ]
     manifest = anything(replicas=entries, settings={"interval": "stl"})
     plan = anything(continues=True)
-    settings = anything(timed=None, schedule=anything(has_fixed_rounds=not is_varying))
+    settings = anything(assigns_blocks=False, schedule=anything(has_fixed_rounds=not is_varying))
     if len(set(steps)) == 1 or was_varying == is_varying:
         check_rounds(Path("saves"), manifest, plan, settings)
         return
@@ -227,6 +225,7 @@ def test_cuda_graph_set_by_validation_is_refused(monkeypatch: pytest.MonkeyPatch
     """An old flag, unknown to us, may enable graphs in validation: checked again after it."""
     attachment, store = Attachment(EditConfig(), torch.device("cpu")), dist.HashStore()
     place = Placement(2, 0, 1, 0, True)
+    attachment.placement = place
     attachment._world = ReplicaWorld(place, store, store, timedelta(seconds=1))
     monkeypatch.setattr(attachment, "_before_validation", lambda args: None)
 

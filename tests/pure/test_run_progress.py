@@ -36,7 +36,9 @@ class Run:
         status = anything(
             was_warmup_step=False, steps_of_others=2, records=(), assignment=anything(target=target)
         )
-        self.engine = anything(settings=anything(timed=True), status=status, elastic=None)
+        self.engine = anything(
+            settings=anything(assigns_blocks=True, is_timed=True), status=status, elastic=None
+        )
         self.counters = anything(
             loop=loop, samples=2 * STEP, samples_per_step=STEP, samples_at_start=(0, 0),
             order=SampleOrder(start), iteration=2, with_consumed_samples=nullcontext,
@@ -75,17 +77,6 @@ def test_progress_counts_samples_of_all_replicas() -> None:
     assert run.step(gathered=48) == (10, 80)
 
 
-def test_progress_in_warm_up_counts_equal_steps() -> None:
-    """From the first step on, before any steps of the other replica are known."""
-    run = Run()
-    status = run.engine.status
-    status.was_warmup_step, status.steps_of_others, run.counters.samples = True, 0, 0
-    assert run.progress.samples == 0
-    assert [run.step() for _ in range(2)] == [(1, 8), (2, 16)]
-    run.engine.status.was_warmup_step = False
-    assert run.step() == (2, 20)  # the count of the warm-up is kept
-
-
 def test_progress_reaches_the_end_without_a_partial_block() -> None:
     """After a change of replicas a run may end three samples short: it is over nevertheless."""
     run = Run(start=17, target=15)
@@ -93,17 +84,6 @@ def test_progress_reaches_the_end_without_a_partial_block() -> None:
     assert run.progress.iteration_at(17 + 15 * STEP) == 10  # 77 of 80
     assert run.progress.iteration_at(100) == 12  # beyond the target
     assert run.progress.iteration_at(0) == 1  # Megatron treats 0 as no iteration
-
-
-def test_intervals_are_counted_in_the_shown_iterations() -> None:
-    """Catches a save that is due at this replica's own step count, not at the shown iteration."""
-    run = Run()
-    run.args.save_interval, run.args.train_iters, run.args.curr_iteration = 7, 8, 6
-    del run.args.start_eval_at_iter  # Megatron before 0.18 has no such argument
-    with run.counters.loop.with_global_iterations(5):
-        assert (run.args.save_interval, run.args.train_iters) == (5, 10)
-        assert run.args.exit_interval is None
-    assert (run.args.save_interval, run.args.train_iters) == (7, 8)
 
 
 @pytest.mark.parametrize("fails", [False, True])

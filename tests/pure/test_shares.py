@@ -39,6 +39,7 @@ def run(argv: list[str], folder: Path, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_each_full_case_is_in_one_of_equal_shares() -> None:
     """Would catch: a case in no share, and a share that is much larger than another."""
     argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--full", "-m", "full"]

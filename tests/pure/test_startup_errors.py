@@ -47,6 +47,7 @@ def last_replica(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     """The attachment on the only rank of replica 1 of two."""
     attachment, store = Attachment(EditConfig(), torch.device("cpu")), dist.HashStore()
     place = Placement(2, 1, 1, 0, True)
+    attachment.placement = place
     attachment._world = ReplicaWorld(place, store, store, timedelta(seconds=1))
     monkeypatch.setattr(attachment, "_before_validation", lambda args: None)
     return attachment

@@ -143,7 +143,9 @@ PAGES = {
          "--out after.surfaces": "--out after.surfaces --only help"},
         (*TESTS, "-m pytest tests/pure -k detector"),
     ),
-    "docs/monitoring.md": Page({VALID: f"{VALID} --hidden-size 64"}),
+    "docs/monitoring.md": Page(
+        {VALID: f"{VALID} --hidden-size 64", "http://collector:4318": "{otlp}"}, (SYNCED, SYNCED)
+    ),
     "docs/plan.md": Page(
         {"--edit-num-replicas 4 --edit-warmup-steps 1000 --edit-sync-interval 128":
          "--edit-num-replicas 2 --edit-warmup-steps 2 --edit-sync-interval 1",
@@ -158,9 +160,8 @@ PAGES = {
         (SYNCED, "pretrain_gpt.py", CHECKED, "of the ideal"),
     ),
     "docs/slurm.md": Page({"JOB": "7"}, ("sbatch --nodes", "scancel --batch --signal=USR1 7")),
-    "docs/telemetry.md": Page({"http://collector:4318": "{otlp}"}, (SYNCED, SYNCED)),
     "docs/troubleshooting.md": Page(
-        shows=("symbols of Megatron", "shared folder", "ok: 2 replicas x 8 ranks")
+        shows=("interfaces", "shared folder", "ok: 2 replicas x 8 ranks")
     ),
 }  # fmt: skip
 

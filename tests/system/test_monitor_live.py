@@ -140,7 +140,7 @@ def test_report_and_watch_follow_real_training(
     assert {"waiting", "running"} <= set(states) and "silent" not in states
     run = MonitoredRun(tmp_path)
     run.poll()
-    assert run.state == "finished" and run.num_damaged == {} and run.drift is None
+    assert run.state == "finished" and run.num_damaged == {}
     assert main(["report", str(tmp_path)]) == 0 and main(["watch", str(tmp_path)]) == 0
     message = capsys.readouterr()
     assert message.err == "" and "finished" in message.out
@@ -163,4 +163,4 @@ def test_second_training_moves_earlier_files(tmp_path: Path) -> None:
     run = MonitoredRun(tmp_path)
     run.poll()
     assert run.syncs.count == 0 and run.iteration == 2 and run.state == "finished"
-    assert run.losses.curve()[0].tolist() == [1, 2]
+    assert run.losses[0].tolist() == [1, 2]
