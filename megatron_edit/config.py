@@ -19,7 +19,6 @@ from megatron_edit.constants import (
     ADAM,
     ALL,
     AUTO,
-    BF16,
     BLOCKING,
     DEFAULT_STRATEGY,
     FIXED,
@@ -52,8 +51,6 @@ AUTO_WARMUP_STEPS = 20  # that `--edit-auto` needs
 OUTER_SETTINGS = ("outer_lr", "outer_momentum")
 # Values of settings with which a run may have a hub.
 _ELASTIC: dict[str, tuple[Any, ...]] = {
-    "sync_dtype": (FP32, BF16),
-    "warmup_dtype": (FP32,),
     "sync_mode": (AUTO, BLOCKING),
     "sync_backend": (AUTO, GLOO),
     "sync_net": (AUTO,),
@@ -61,8 +58,6 @@ _ELASTIC: dict[str, tuple[Any, ...]] = {
     "delay_steps": (0,),
     "mix": (0.0,),
     "interval": (FIXED,),
-    "average_moments": (NONE,),
-    "scale_beta2": (False,),
     "final_sync_fraction": (0.0,),
 }
 _PENALTY_SETTINGS = (

@@ -48,8 +48,8 @@ class Manifest(SavedRounds, frozen=True):
         batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
         order_start: fields of `method.ledger.SampleOrder`, with `displaced`.
         has_anchor: whether the anchor is stored; at a sync it equals the parameters.
-        wire: type on the wire. Error-feedback residuals of a lossy one are kept for each replica
-            in form `all`.
+        wire: type on the wire, fp32 with a hub. Error-feedback residuals of a lossy one are kept
+            for each replica in form `all`.
         gradient_wire: the same for averaged gradients; their residuals are kept for each replica
             while gradients are averaged.
         files: size and checksum by path, from the checkpoint's folder.

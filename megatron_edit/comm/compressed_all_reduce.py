@@ -97,10 +97,30 @@ class Residual:
         sent: fp32 [n], errors of this replica's addends.
         summed: fp32 [owner_numel], errors of the sums of the chunk that this rank encodes; empty if
             the codec does not encode sums.
+        members: names of the replicas among which the sums are split, in an elastic run.
     """
 
     sent: Tensor
     summed: Tensor
+    members: tuple[str, ...] = ()
+
+    def kept_aside(self, members: tuple[str, ...], owner_numel: int) -> Residual:
+        """A copy that an exchange may change, and that is dropped if the exchange is abandoned.
+
+        Where the replicas are others than in the last exchange, each rank encodes another chunk:
+        the errors of sums begin at zero.
+
+        Args:
+            members: of the exchange.
+            owner_numel: elements of the chunk whose sum this rank encodes.
+        """
+        is_same = members == self.members
+        summed = self.summed.clone() if is_same else self.summed.new_zeros(owner_numel)
+        return Residual(self.sent.clone(), summed, members)
+
+    def replace_by(self, other: Residual) -> None:
+        """Take the errors that an exchange has left in a copy. Tensors are not copied."""
+        self.sent, self.summed, self.members = other.sent, other.summed, other.members
 
 
 @dataclass(frozen=True)

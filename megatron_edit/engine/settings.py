@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_edit.comm.wire import Wire, num_phases_of
+from megatron_edit.constants import FP32
 from megatron_edit.method.auto import AutoChoice, with_choice
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.moments import MomentSchedule
@@ -73,6 +74,11 @@ class EngineSettings:
     def gradient_wire(self) -> Wire:
         """The same for gradients, in the warm-up and in the final phase."""
         return Wire.of(self.used.warmup_dtype)
+
+    def in_checkpoints(self, wire: Wire) -> Wire:
+        """The type whose error-feedback residuals checkpoints hold, for a type on the wire: with a
+        hub fp32, which has none, as one replica writes for all and others may resume."""
+        return wire if self.used.hub is None else Wire.of(FP32)
 
     @property
     def num_phases(self) -> int:

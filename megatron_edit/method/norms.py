@@ -70,8 +70,10 @@ _PARTS_AT_ONCE_ELSEWHERE = 64
 _FP32_ROUNDING = 2.0**-24
 _FLOAT64_ROUNDING = 1e-12  # of a projection, relative; above that of 65536 elements
 _SMALLEST_NORMAL = 2.0**-126  # devices may set smaller fp32 numbers to 0
-# Rounding of a value by the encoding on the wire, relative: of each addend, then of the sum.
+# Rounding of a value by the encoding on the wire, relative: of each addend, then of the sum. Other
+# types keep what they lose: here only the additions of what was kept are rounded.
 _WIRE_ROUNDING = {FP32: 0.0, BF16: 2.0**-8}
+_NUM_ADDITIONS = 4  # of what is kept: to an addend, to the sum, and both again
 
 
 def num_parts(numel: int) -> int:
@@ -105,13 +107,15 @@ def sum_differs(addends: Tensor, average: Tensor, wire: str) -> bool:
     """Whether a sum differs from its addends by more than rounding can explain.
 
     Args:
-        addends: `projection` of each, float64 [N, parts, 2].
+        addends: `projection` of each, float64 [N, parts, 2]; where the wire has a residual, of
+            what was sent (`CheckedSync.sent_projections`).
         average: `projection` of the sum.
-        wire: type on the wire, fp32 or bf16, with sums in fp32.
+        wire: type on the wire, with sums in fp32.
     """
     expected, magnitude = addends.sum(dim=0).unbind(dim=-1)
-    encoded, size = 1.0 + _WIRE_ROUNDING[wire], len(addends)
-    relative = encoded**2 * (1.0 + _FP32_ROUNDING) ** size - 1.0 + _FLOAT64_ROUNDING
+    encoded, size = 1.0 + _WIRE_ROUNDING.get(wire, 0.0), len(addends)
+    num_rounded = size if wire in _WIRE_ROUNDING else size + _NUM_ADDITIONS
+    relative = encoded**2 * (1.0 + _FP32_ROUNDING) ** num_rounded - 1.0 + _FLOAT64_ROUNDING
     absolute = (size + 2) * _PART * _LARGEST * _SMALLEST_NORMAL
     is_close = (average[:, 0] - expected).abs() <= relative * magnitude + absolute
     return not bool(is_close.all())  # nor is what is not a number close

@@ -309,8 +309,8 @@ class Settings:
         False,
         "compare the replicas' results of a sync before any replica applies it, so that a "
         "difference ends the run with the state before the round; implies --edit-sync-mode "
-        "blocking, and needs memory for one more fp32 copy of the shards (and of averaged moments) "
-        "during a sync",
+        "blocking, and needs memory for one more fp32 copy of the shards (and of averaged moments "
+        "and residuals) during a sync",
     )
     log_dir: str | None = _setting(None, "folder for the event files", kind=str)
     log_units_to_tensorboard: bool = _setting(

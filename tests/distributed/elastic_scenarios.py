@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.elastic.agent import Agent
@@ -248,23 +249,28 @@ def _read(key: str) -> Any:
 
 @dataclass
 class ScriptedTransports(Transports):
-    """Ordinary gloo groups in place of those that torch 2.14 forms again."""
+    """Ordinary gloo groups in place of those that torch 2.14 forms again.
 
+    Attributes:
+        num_groups: of each epoch; more than one for encoded exchanges.
+    """
+
+    num_groups: int = 1
     kept: list[Any] = field(default_factory=list)  # dropping a group may block
 
     def form(
         self, parts: Sequence[Any], unique: int, rank: int, handles: Sequence[Sequence[str]]
     ) -> list[Any]:
-        """Form a new group for each epoch."""
-        size, made = len(handles), None
-        if size > 1:
+        """Form new groups for each epoch."""
+        size, made = len(handles), [None] * self.num_groups
+        for number in range(self.num_groups if size > 1 else 0):
             try:
-                store = dist.FileStore(str(BOARD / f"store {unique}"), size)
-                made = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+                store = dist.FileStore(str(BOARD / f"store {unique} {number}"), size)
+                made[number] = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
             except RuntimeError as error:
                 raise ReplicaLostError(str(error)) from error
-        self.kept.append(made)
-        return [made]
+        self.kept += made
+        return made
 
 
 ANY: Any = None
@@ -310,7 +316,10 @@ class Replica:
 
         shared, control = SharedState(), group("control")
         server = CopyServer(shared, b"", "127.0.0.1")
-        transports = ScriptedTransports(group("sync"), group("meeting"), lambda: ANY, 0)
+        num_groups = 1 + 2 * Wire.of(settings.get("sync_dtype", "fp32")).num_phases
+        transports = ScriptedTransports(
+            group("sync"), group("meeting"), lambda: ANY, 0, num_groups=num_groups
+        )
         agent = cast(Agent, ScriptedAgent(name, script, place))
         address = f"127.0.0.1:{server.port}"
         membership = Membership(name, agent, control, transports, address)

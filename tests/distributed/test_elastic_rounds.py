@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.distributed.elastic_scenarios import Exchange, Script
 from tests.distributed.test_rounds import SIZES, make_moves
@@ -55,8 +56,14 @@ def expect(script: Script, start: dict[str, Any], moves: Moves, target: int) -> 
     return commits
 
 
-def assert_equal_to_oracle(results: list[RankResult], expected: list[ElasticCommit]) -> None:
-    """Compare all that each replica has applied, and that all members of a round have the same."""
+def assert_equal_to_oracle(
+    results: list[RankResult], expected: list[ElasticCommit], slack: float = 1e-6
+) -> None:
+    """Compare all that each replica has applied, and that all members of a round have the same.
+
+    Args:
+        slack: allowed error of a parameter, besides a relative one.
+    """
     bits: list[set[bytes]] = [set() for _ in expected]
     applied: list[set[str]] = [set() for _ in expected]
     for result, name in zip(results, NAMES, strict=True):
@@ -70,7 +77,9 @@ def assert_equal_to_oracle(results: list[RankResult], expected: list[ElasticComm
             assert ours["samples"] == commit.samples and ours["told"] == (commit.samples, is_over)
             for u, unit in enumerate(SIZES):
                 want = [commit.weights[unit][n] for n in commit.members]
-                np.testing.assert_allclose(ours["weights"][:, u], want, rtol=1e-5, err_msg=unit)
+                np.testing.assert_allclose(
+                    ours["weights"][:, u], want, rtol=max(1e-5, slack), err_msg=unit
+                )
                 left_out = [n in commit.left_out[unit] for n in commit.members]
                 assert ours["anomalous"][:, u].tolist() == left_out
                 for key, full in (
@@ -79,7 +88,7 @@ def assert_equal_to_oracle(results: list[RankResult], expected: list[ElasticComm
                     ("theta", commit.anchor),
                 ):
                     np.testing.assert_allclose(
-                        ours[key][unit], full[unit], rtol=1e-5, atol=1e-6,
+                        ours[key][unit], full[unit], rtol=1e-5, atol=slack,
                         err_msg=f"{key} of {unit} after round {ours['round']}",
                     )  # fmt: skip
             bits[ours["round"]].add(
@@ -89,23 +98,33 @@ def assert_equal_to_oracle(results: list[RankResult], expected: list[ElasticComm
     assert all(len(each) == 1 for each in bits)
 
 
-def run_both(script: Script, target: int, seed: int) -> list[ElasticCommit]:
+def run_both(
+    script: Script, target: int, seed: int, wire: str = "fp32", slack: float = 1e-6
+) -> list[ElasticCommit]:
     """Run a script with real replicas and in the oracle, and compare them."""
     start, moves = draw_moves(len(script.rounds), seed)
     moves[5]["b-2"][0]["layer.1"][3] = np.nan
     expected = expect(script, start, moves, target)
     closeness = min(r.closeness for commit in expected for r in commit.records.values())
     assert closeness > 1e-3, "rounding decides; change the seed"
-    results = run_ranks(
-        SCENARIO, len(NAMES), (NAMES, script, SETTINGS, start, moves, target), check=True
-    )
-    assert_equal_to_oracle(results, expected)
+    assert_equal_to_oracle(play(script, start, moves, target, wire), expected, slack)
     return expected
 
 
-def test_replicas_that_leave_join_and_return_equal_the_oracle() -> None:
+def play(
+    script: Script, start: dict[str, Any], moves: Moves, target: int, wire: str
+) -> list[RankResult]:
+    """Run a script with real replicas."""
+    settings = SETTINGS | {"sync_dtype": wire}
+    arguments = (NAMES, script, settings, start, moves, target)
+    return run_ranks(SCENARIO, len(NAMES), arguments, check=True)
+
+
+@pytest.mark.parametrize(("wire", "slack"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 0.3)])
+def test_replicas_that_leave_join_and_return_equal_the_oracle(wire: str, slack: float) -> None:
     """Catches: blocks of a lost replica that are dropped, a joiner with weight or with another
-    state, an abandoned exchange that moves parameters, rows of another name."""
+    state, an abandoned exchange that moves parameters, rows of another name. The oracle does not
+    encode: encoded averages are close to its own."""
     founders, two, three = ("a", "b-2", "node9"), ("a", "b-2"), ("a", "b-2", "node9")
     script = Script(
         founders,
@@ -127,8 +146,32 @@ def test_replicas_that_leave_join_and_return_equal_the_oracle() -> None:
             (Exchange(two),),
         ),
     )
-    commits = run_both(script, target=37, seed=3)
+    commits = run_both(script, target=37, seed=3, wire=wire, slack=slack)
     assert not any(commits[-1].assignment.values())  # the run is over
     assert "b-2" in commits[5].left_out["layer.1"]
     steps = [{n: len(run) for n, run in commit.blocks.items()} for commit in commits]
     assert steps[2] == {"B": 0, "a": 2, "b-2": 2} and steps[-1] == {"a": 1, "b-2": 0}
+
+
+def applied_by(results: list[RankResult], name: str) -> list[dict[str, bytes]]:
+    """The bits of all that a replica has applied, round by round."""
+    commits = results[NAMES.index(name)].value
+    kinds = ("anchor", "momentum", "theta")
+    return [{f"{k} {u}": c[k][u].tobytes() for k in kinds for u in SIZES} for c in commits]
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_abandoned_exchange_changes_no_residual(*, is_complete: bool) -> None:
+    """A replica that is lost in an exchange, or after it, leaves the others as if it had been lost
+    before. Catches: encoding errors of an abandoned exchange that are sent with the next one."""
+    three, two = ("a", "b-2", "node9"), ("a", "b-2")
+    before, after = ((Exchange(three),),) * 2, ((Exchange(two),),) * 3
+    lost = Exchange(three, lost=("node9",), is_complete=is_complete)
+    start, moves = draw_moves(6, seed=5)
+    found = [
+        play(Script(three, (*before, tries, *after)), start, moves, 60, "int8")
+        for tries in ((lost, Exchange(two)), (Exchange(two),))
+    ]
+    for name in two:
+        assert len(applied_by(found[0], name)) == 6
+        assert applied_by(found[0], name) == applied_by(found[1], name)

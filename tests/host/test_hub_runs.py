@@ -43,6 +43,17 @@ def digests_of(run: ElasticRun, name: str) -> list[str]:
         ("m3", 3, {}),
         ("m2", 2, {"edit_sync_dtype": "bf16", "edit_offload": True}),
         ("tp2", 2, {"edit_outer_momentum": 0.9}),
+        (
+            "m3",
+            3,
+            {
+                "edit_sync_dtype": "int8",
+                "edit_warmup_dtype": "int8",
+                "edit_average_moments": "both",
+                "edit_scale_beta2": True,
+            },
+        ),
+        ("tp2", 2, {"edit_sync_dtype": "int4", "edit_average_moments": "second"}),
     ],
 )
 def test_hub_changes_no_bit(
@@ -329,10 +340,11 @@ def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
         run.check_blocks(WARMUP * 4)
 
 
-def test_average_that_is_corrupt_on_all_replicas_is_not_applied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_average_that_is_corrupt_on_all_replicas_is_not_applied(tmp_path: Path, wire: str) -> None:
     """Would catch: a flipped bit that digests cannot show, as all replicas have added it."""
     ranks, flags = LAYOUTS["tp2"]
-    flags = {**flags, "train_iters": 14, "global_batch_size": 8}
+    flags = {**flags, "train_iters": 14, "global_batch_size": 8, "edit_sync_dtype": wire}
     plain = tmp_path / "plain"
     run_edit(
         plain, 2 * ranks, 2, before=RECORD, edit_sync_mode="blocking", edit_warmup_steps=WARMUP,

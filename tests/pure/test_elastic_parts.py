@@ -286,12 +286,10 @@ ELASTIC: dict[str, Any] = {
         ({"rendezvous": "h:2", "replica_id": 0, "num_replicas": 2}, "--edit-num-replicas"),
         ({"min_replicas": 3}, "at most"),
         ({"strategy": "co2"}, "not elastic yet"),
-        ({"sync_dtype": "int8"}, "not elastic yet"),
         ({"fragments": 2}, "not elastic yet"),
         ({"delay_steps": 1}, "not elastic yet"),
         ({"sync_mode": "overlap"}, "not elastic yet"),
         ({"sync_backend": "nccl"}, "not elastic yet"),
-        ({"scale_beta2": True}, "drop one of the two"),
         ({"hub": None}, "has no effect without --edit-hub"),
     ],
 )

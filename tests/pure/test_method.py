@@ -44,6 +44,7 @@ from megatron_edit.method.settings import Settings
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.method.weights import blend_step_weights
 from tests.reference.outer_rules import PRESETS, landed, outer_step, settings_for
+from tests.reference.wire import AllReduce, Residuals
 
 SIZE = 50
 STRATEGIES_WITH_STEPS = sorted(PRESETS)
@@ -446,6 +447,49 @@ def differs(addends: list[Tensor], average: Tensor, wire: str = FP32) -> bool:
 def test_rounding_is_no_difference(count: int, numel: int, seed: int, kind: str, wire: str) -> None:
     addends = draw_addends(count, numel, seed, kind)
     assert not differs(addends, sum_over_wire(addends, wire), wire)
+
+
+def sum_with_residuals(addends: list[Tensor], wire: str, rounds: int) -> tuple[Tensor, Tensor]:
+    """Exchange the same addends over and over, with error feedback.
+
+    Returns:
+        What each replica has sent in the last exchange, as projections [N, parts, 2]; the sum.
+    """
+    values, size = [addend.numpy() for addend in addends], len(addends)
+    residuals = Residuals.zeros(size, len(values[0]))
+    for _ in range(rounds):
+        before = Residuals([each.copy() for each in residuals.sent], residuals.summed.copy())
+        average = torch.from_numpy(AllReduce(values).sum(wire, residuals))
+    bound = torch.tensor([-1.0, 1.0])
+    table = torch.stack([projection(addend) for addend in addends])
+    for errors, sign in ((before, 1.0), (residuals, bound)):
+        of_sum = [errors.summed, *(np.zeros_like(errors.summed) for _ in values[1:])]
+        for replica, parts in enumerate(zip(errors.sent, of_sum, strict=True)):
+            for part in parts:
+                table[replica] += projection(torch.from_numpy(part)) * sign
+    return table, average
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(1, 9),
+    numel=st.sampled_from([1, 1023, 40_000, 65_537]),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["like", "equal", "cancel", "tiny"]),
+    wire=st.sampled_from(["int8", "int4"]),
+    rounds=st.integers(1, 3),
+)
+def test_lost_bits_are_in_the_residuals(
+    count: int, numel: int, seed: int, kind: str, wire: str, rounds: int
+) -> None:
+    """What an encoded sum lacks is what the residuals hold: rounding in fp32 explains the rest, so
+    that a change of a single element is found behind any encoding."""
+    addends = draw_addends(count, numel, seed, kind)
+    table, average = sum_with_residuals(addends, wire, rounds)
+    assert not sum_differs(table, projection(average), wire)
+    if kind == "like":
+        average[numel // 2] += 0.5 * count
+        assert sum_differs(table, projection(average), wire)
 
 
 @pytest.mark.parametrize("numel", [1500, 1 << 16, 3 << 19, (3 << 19) + 1])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire
-from megatron_edit.command_line import config_from_argv
 from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.method.cost import WORK_BEFORE_EXCHANGE, UnitExchange, exposed_seconds
 from megatron_edit.tools.compare.flags import read_flags
@@ -414,11 +413,6 @@ def test_warm_up_that_takes_days_is_a_warning() -> None:
     coded = job_of("llama_7b", 8, "--use-edit", "--edit-warmup-dtype", "int8")
     found = warmup_warning(coded, coded.config("edit"), at(1e9))
     assert found is not None and "26.6 h" in found.text and "int8" not in found.text
-    hub = ("--edit-hub", "h:1", "--edit-replica-name", "a", "--edit-nominal-replicas", "8")
-    elastic = config_from_argv(["--use-edit", *hub])
-    assert elastic.hub is not None
-    found = warmup_warning(job_of("llama_7b", 8, "--use-edit"), elastic, at(1e9))
-    assert found is not None and "int8" not in found.text  # which these runs refuse
     for rate, step, flags in (
         (1e10, 60.0, ""),  # longer steps
         (1e12, 0.1, ""),  # a quarter of an hour

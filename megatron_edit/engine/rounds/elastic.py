@@ -94,7 +94,8 @@ class RoundAttempt:
             rounds.membership.exchanged(count - self._num_arrived)
             self._num_arrived = count
         if is_over and self._projections is None:
-            self._projections = rounds.groups.meeting.start_all_gather(self._own_projections)
+            sent = self.sync.sent_projections(self._own_projections)
+            self._projections = rounds.groups.meeting.start_all_gather(sent)
         return is_over and self._projections is not None and self._projections[0].advance()
 
     def result(self, epoch: int) -> Ready:

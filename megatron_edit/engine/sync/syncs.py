@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.streams import Mark, Span
 from megatron_edit.comm.wire import Wire, progress_exchanges, start_exchange
 from megatron_edit.engine.host import EngineGroups, Host
@@ -250,14 +251,19 @@ class Sync(ABC):
         plan, groups, sync = self.plan, self._groups, self._groups.sync
         resident_state = self._outer.units[shard.name]
         unit = UnitSync.prepare(
-            shard, resident_state, staged, groups, plan.decision, plan.rules.landing
-        )
+            shard, resident_state, staged, groups, plan.decision, plan.rules.landing,
+            self._residual_of(resident_state),
+        )  # fmt: skip
         if plan.moments.kinds and unit.average is not None:
             unit.moments = UnitMoments.prepare(
                 self._context.host, plan.moments, shard, plan.decision, sync.rank, sync.device
             )
         self._inflight.append(unit)
         self._num_started += 1
+
+    def _residual_of(self, state: UnitState) -> Residual | None:
+        """The encoding errors that an exchange of a unit adds back, and replaces."""
+        return state.residual
 
     def _step(self, unit: UnitSync) -> None:
         with naming_unit(unit.shard):
@@ -546,20 +552,31 @@ class CheckedSync(DelayedSync):
         return sum(unit.on_wire is None for unit in self._inflight)
 
     def addend_projections(self) -> Tensor:
-        """Projections of this replica's addends, before they are exchanged.
+        """Projections of what this rank adds to the averages, before they are exchanged: its
+        addends, and the encoding errors of earlier exchanges.
 
         Returns:
             float64 [parts, 2] on the CPU, of all units of the stage; zeros where this replica was
-            rejected, or the unit is rolled back.
+            rejected without such errors, or the unit is rolled back.
         """
-        return torch.cat(self._projections())
+        return torch.cat(self._projections()) + torch.cat(self._residual_projections())
+
+    def sent_projections(self, addends: Tensor) -> Tensor:
+        """Projections of what this rank has added to the averages: the errors that their encoding
+        has left are not in them. After the exchange.
+
+        Args:
+            addends: `addend_projections`.
+        """
+        left = torch.cat(self._residual_projections())
+        return addends + left * torch.tensor([-1.0, 1.0])  # the second column is a bound
 
     def corrupt_averages(self, addends: Tensor) -> list[bool]:
         """By unit, whether this rank's average differs from the sum of the replicas' addends by
         more than rounding. After `finish_exchange`.
 
         Args:
-            addends: `addend_projections` of all replicas, float64 [N, parts, 2].
+            addends: `sent_projections` of all replicas, float64 [N, parts, 2].
         """
         averages = self._projections()
         of_units = addends.split([len(each) for each in averages], dim=1)
@@ -571,12 +588,31 @@ class CheckedSync(DelayedSync):
     def _projections(self) -> list[Tensor]:
         """Of what the buffers of all units hold, on the CPU."""
         found = [
-            torch.zeros(num_parts(unit.shard.numel), 2, dtype=torch.float64)
-            if unit.average is None
-            else projection(unit.average)
+            _no_projection(unit) if unit.average is None else projection(unit.average)
             for unit in self._inflight
         ]
         return [each.cpu() for each in found]  # only now: a GPU has all of them to compute
+
+    def _residual_projections(self) -> list[Tensor]:
+        """Of the encoding errors of all units that this rank keeps, on the CPU."""
+        wire, sync = self._context.wire, self._groups.sync
+        found = []
+        for unit in self._inflight:
+            found.append(_no_projection(unit))
+            if unit.residual is not None and unit.average is not None:
+                summed = torch.zeros_like(unit.residual.sent)
+                own = wire.owned(unit.shard.numel, sync.size, sync.rank)
+                summed[own] = unit.residual.summed[: own.stop - own.start]
+                found[-1] = projection(unit.residual.sent) + projection(summed)
+        return [each.cpu() for each in found]
+
+    def _residual_of(self, state: UnitState) -> Residual | None:
+        """A copy: nothing changes before the outer step."""
+        if state.residual is None:
+            return None
+        size = self._groups.sync.size
+        owned = self._context.wire.owner_numel(state.residual.sent.numel(), size)
+        return state.residual.kept_aside(self.plan.members, owned)
 
     def preview(self) -> dict[int, Tensor]:
         """Digests of anchor and momentum as the outer steps will leave them, by unit position.
@@ -591,3 +627,7 @@ class CheckedSync(DelayedSync):
             with naming_unit(unit.shard):
                 digests[unit.shard.index] = unit.preview(self._groups, self.plan.rules, scratch)
         return digests
+
+
+def _no_projection(unit: UnitSync) -> Tensor:
+    return torch.zeros(num_parts(unit.shard.numel), 2, dtype=torch.float64)

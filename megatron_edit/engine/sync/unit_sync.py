@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
-from megatron_edit.comm.compressed_all_reduce import Addend
+from megatron_edit.comm.compressed_all_reduce import Addend, Residual
 from megatron_edit.comm.streams import Span
 from megatron_edit.comm.wire import Exchange, Wire, start_exchange
 from megatron_edit.engine.host import EngineGroups
@@ -68,6 +68,8 @@ class UnitSync:
         is_exchanged: whether `average` is already the average, so that no exchange is needed.
         moments: of the inner optimizer that are exchanged with the unit; None if there are none.
         agreed: norm and clip of the average, once the replica's ranks have computed them.
+        residual: encoding errors that the exchange adds back and replaces: those of
+            `resident_state`, or a copy of them until the outer step; None for a lossless wire.
     """
 
     shard: UnitShard
@@ -80,6 +82,7 @@ class UnitSync:
     is_exchanged: bool = False
     moments: UnitMoments | None = None
     agreed: tuple[Tensor, Tensor] | None = None
+    residual: Residual | None = None
     _exchange: Exchange | None = None
 
     @classmethod
@@ -91,15 +94,17 @@ class UnitSync:
         groups: EngineGroups,
         decision: Decision,
         landing: LandingRule,
+        residual: Residual | None,
     ) -> UnitSync:
         """Compute this replica's addend. Allocates its buffers; never blocks the host.
 
         Args:
             staged: the unit's state, where it stays on the device until the landing.
+            residual: see above.
         """
         replica, device = groups.sync.rank, groups.sync.device
         is_excluded = bool(decision.excluded[replica, shard.index])
-        unit = cls(shard, resident_state, is_excluded, staged, None)
+        unit = cls(shard, resident_state, is_excluded, staged, None, residual=residual)
         if not is_excluded and landing.needs_snapshot:
             unit.snapshot = shard.gather(torch.empty(shard.numel, device=device))
         if not bool(decision.rollback[shard.index]):
@@ -191,7 +196,7 @@ class UnitSync:
         if self.average is None or self.is_exchanged or self._exchange is not None:
             return []
         moments = [] if self.moments is None else self.moments.addends
-        own = Addend(self.average, self.resident_state.residual, self.is_excluded, wire.codec)
+        own = Addend(self.average, self.residual, self.is_excluded, wire.codec)
         return [own, *moments]
 
     def await_average(self) -> None:
@@ -228,6 +233,8 @@ class UnitSync:
                 inner_lr=rules.inner_lr,
             )
         staged.put_back()
+        if self.residual is not None and self.resident_state.residual is not None:
+            self.resident_state.residual.replace_by(self.residual)
         self.average = self._exchange = None
         self.result = UnitResult(clip, norm, waited)
         return self.result

@@ -281,9 +281,8 @@ class LoadControl:
         saved = rounds_as_saved(resume.path, manifest, host.plan.names)
         if engine.settings.given.auto and saved.choice is not None:
             engine.use(saved.choice, is_resumed=True)
-        shards = RankShards(
-            where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces
-        )
+        wire = engine.settings.in_checkpoints(engine.settings.wire)
+        shards = RankShards(where.replica, where.num_replicas, wire, host.plan, pieces)
 
         def load(replica: int) -> list[PendingState]:
             self._load_replica(resume, replica)
@@ -314,11 +313,8 @@ class LoadControl:
 
         Collective: all ranks of the replica.
         """
-        wire, manifest, where = (
-            engine.settings.gradient_wire,
-            resume.manifest,
-            self._world.placement,
-        )
+        wire = engine.settings.in_checkpoints(engine.settings.gradient_wire)
+        manifest, where = resume.manifest, self._world.placement
         if has_gradient_residuals(manifest, wire, where.num_replicas):
             mine = RankShards(where.replica, where.num_replicas, wire, host.plan, pieces.gradients)
             numels = [shard.numel() for shard in host.gradient_shards()]

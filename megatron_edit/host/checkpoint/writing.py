@@ -247,12 +247,12 @@ class CheckpointWriter:
 
     def _has_replica_local(self, plan: SavePlan, state: EngineState) -> bool:
         """Return whether there is state of exchanges that belongs to this replica alone."""
-        wire = self._engine.settings.wire
+        settings = self._engine.settings
         if state.is_warmup:
-            return self._engine.settings.gradient_wire.has_residual
+            return settings.in_checkpoints(settings.gradient_wire).has_residual
         if not plan.has_outer or plan.form != ALL:
             return False
-        return is_replica_local(state.replica.pending, wire)
+        return is_replica_local(state.replica.pending, settings.in_checkpoints(settings.wire))
 
     def _replica_local(self, state: EngineState) -> tuple[Kinds, Sequence[LocalPiece]]:
         """Return that state, and this rank's pieces of it."""
@@ -261,7 +261,8 @@ class CheckpointWriter:
         if state.is_warmup:
             mine = RankShards(*where, settings.gradient_wire, self._host.plan, pieces.gradients)
             return gradient_kinds(state.gradients, mine), mine.pieces
-        mine = RankShards(*where, settings.wire, self._host.plan, pieces.outer)
+        wire = settings.in_checkpoints(settings.wire)
+        mine = RankShards(*where, wire, self._host.plan, pieces.outer)
         return replica_local_kinds(state.outer, state.pending, mine), mine.pieces
 
     def _save_kinds(self, folder: Path, kinds: Kinds, pieces: Sequence[LocalPiece]) -> None:
@@ -291,7 +292,7 @@ class CheckpointWriter:
 
     def _manifest(self, plan: SavePlan, state: EngineState) -> Manifest:
         place, args = self._world.placement, self._host.arguments
-        order = self._host.counters.order
+        order, settings = self._host.counters.order, self._engine.settings
         rounds = state.rounds
         if self._engine.elastic is not None:
             rounds = rounds.with_nominal_members(place.num_replicas)
@@ -315,8 +316,8 @@ class CheckpointWriter:
             order_start=order.start,
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
-            wire=self._engine.settings.wire.name,
-            gradient_wire=self._engine.settings.gradient_wire.name,
+            wire=settings.in_checkpoints(settings.wire).name,
+            gradient_wire=settings.in_checkpoints(settings.gradient_wire).name,
             written_by=versions(),
             settings=training_settings(self._config),
             is_final_phase=self._engine.status.is_final_phase,

@@ -454,6 +454,8 @@ def _round_parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Me
         row = max(job.rank_numels, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
         yield _vectors(f"residuals of {wire.name}", elements + owned)
+        if config.check_commits:
+            yield in_flight("residuals before the commit", elements + owned)
     moment_numel = max(_staged(row, depth, is_offloaded=False) for row in job.rank_numels)
     if not landing.is_immediate:
         what = "average and snapshot" if landing.needs_snapshot else "average"

@@ -283,7 +283,7 @@ def warmup_warning(job: Job, config: EditConfig, setting: TimingSetting) -> Advi
         f"{show_bytes(gradient_traffic(job, config).per_host)} per host each, which takes "
         f"{show_seconds(found)} at {rate}; "
     )
-    if config.warmup_dtype != INT8 and config.hub is None:  # elastic runs refuse it
+    if config.warmup_dtype != INT8:
         coded = seconds(replace(config, warmup_dtype=INT8))
         text += f"{flag('warmup_dtype')} {INT8}: {show_seconds(coded)}; "
     text += f"or give fewer {flag('warmup_steps')}, or load a checkpoint of a warm-up at one site"
