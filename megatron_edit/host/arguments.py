@@ -19,77 +19,15 @@ from importlib.util import find_spec
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.transport import check_net
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import (
-    AUTO,
-    BLOCKING,
-    FP8_GATHER_RECIPES,
-    MUON,
-    OVERLAP,
-    SUPPORTED_OPTIMIZERS,
-)
+from megatron_edit.constants import AUTO, BLOCKING, MUON, OVERLAP
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, flag, flag_of
 from megatron_edit.host.batch_stages import check_stages, has_changing_batch
 from megatron_edit.host.muon import check_muon
 from megatron_edit.method.settings import number_or_auto
-from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.refusals import MEGATRON_ROWS, OVERLAP_ROWS, Values, refuse
 
-# Argument, refused value (None: any but None, False, 0 and empty), rule, remedy.
 _LATER = "is not supported together with --use-edit yet"
-REFUSED: tuple[tuple[str, object, str, str], ...] = (
-    ("use_megatron_fsdp", True, "keeps its own parameter buffers", "use the distributed optimizer"),
-    ("use_torch_fsdp2", True, "keeps its own parameter buffers", "use the distributed optimizer"),
-    ("main_params_dtype", "fp16", "cannot hold the result of a sync",
-     "use --main-params-dtype fp32"),
-    ("overlap_param_gather_with_optimizer_step", True, "gathers parameters before a sync",
-     "drop the flag"),
-    ("optimizer_cuda_graph", True, "fixes the optimizer step before a sync is known",
-     "drop the flag"),
-    ("reuse_grad_buf_for_mxfp8_param_ag", True, "gathers parameters from the gradient buffer",
-     "drop the flag"),
-    ("fp4_param_gather", True, _LATER, "drop the flag"),
-    ("moe_expert_rank_capacity_factor", None, "can repeat a step on one replica alone",
-     "use --moe-expert-capacity-factor"),
-    ("qk_clip", True, "changes weights after a sync, on each replica by itself", "drop the flag"),
-    ("hybrid_context_parallel", True, _LATER, "drop the flag"),
-    ("ddp_param_name_patterns_for_fp32_local_accumulation", None,
-     "keeps gradients where the warm-up does not average them", "drop the flag"),
-    ("error_injection_rate", None, "makes one replica repeat steps", "drop the flag"),
-    ("rerun_mode", "report_determinism_stats", "repeats steps on one replica alone",
-     "drop the flag"),
-    ("skip_train", True, "leaves nothing to synchronise", "evaluate without --use-edit"),
-    ("adlr_autoresume", True, "could end the replicas at different steps", "drop the flag"),
-    ("use_layer_wise_distributed_optimizer", True, "is what Megatron makes of other flags",
-     "use --optimizer muon --use-distributed-optimizer"),
-    ("non_persistent_save_interval", None, _LATER, "use --save-interval"),
-    ("moe_use_upcycling", True, _LATER, "upcycle without --use-edit, then load what it saved"),
-    ("ckpt_convert_format", None, _LATER, "convert without --use-edit"),
-    *((f"save_{what}_interval", None, "would let all replicas write to one file", "drop the flag")
-      for what in ("params", "activations", "tokens_per_expert", "wgrads", "dgrads")),
-    ("override_ckpt_iteration", None, "ignores the data ledger", "drop the flag"),
-    ("dataloader_save", None, _LATER, "drop the flag"),
-    ("inprocess_restart", True, _LATER, "drop the flag"),
-    ("perform_rl_step", True, _LATER, "drop the flag"),
-    ("yaml_cfg", None, _LATER, "give the settings as flags"),
-    ("check_weight_hash_across_dp_replicas_interval", None,
-     "compares ranks of one replica only", "use --edit-digest-interval"),
-    ("dataloader_type", "external", "does not share the samples out among the replicas",
-     "use --dataloader-type single or cyclic"),
-)  # fmt: skip
-# Refused with timed strategies: arguments that assume equal steps or another order of samples.
-REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
-    ("rampup_batch_size", None, "changes what a step consumes", "use a fixed batch size"),
-    ("step_batch_size_schedule", None, "changes what a step consumes", "use a fixed batch size"),
-    ("decrease_batch_size_if_needed", True, "changes what a step consumes", "drop the flag"),
-    ("iterations_to_skip", None, "skips samples of one replica alone", "drop the flag"),
-    ("phase_transition_iterations", None, "is counted in one replica's steps", "drop the flag"),
-    (
-        "dataloader_type",
-        "cyclic",
-        "does not allow blocks to be assigned",
-        "use --dataloader-type single",
-    ),
-)
 # Argument, its value (None: any but None, False, 0 and empty), a module that Megatron then imports
 # on some rank, remedy beside installing its package.
 _SENTENCES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -125,43 +63,16 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
         UsageError: a flag is incompatible, also with the environment, or a size is not divisible
             among N replicas.
     """
-    is_timed = STRATEGIES[config.strategy].is_timed or config.hub is not None
-    for name, refused, rule, remedy in REFUSED + (REFUSED_WHERE_TIMED if is_timed else ()):
-        value = getattr(args, name, None)
-        if _is_refused(value, refused):
-            shown = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-            raise UsageError(shown, rule, remedy)
-    if args.optimizer not in SUPPORTED_OPTIMIZERS:
-        raise UsageError(
-            f"--optimizer {args.optimizer}",
-            f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
-            "use --optimizer muon --use-distributed-optimizer"
-            if args.optimizer == "dist_muon"
-            else "use --optimizer adam",
-        )
+    recipe = " ".join(_words_of(getattr(args, "fp8_recipe", None))) or None
+    refuse(MEGATRON_ROWS, Values({**vars(args), **Values.of(config), "fp8_recipe": recipe}))
     if args.optimizer == MUON:
         check_muon(args, config.sync_mode)
-    has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
-    if getattr(args, "wandb_project", "") and not args.wandb_exp_name:
-        raise UsageError(
-            f"--wandb-project {args.wandb_project}",
-            "needs a name of the run",
-            "add --wandb-exp-name NAME",
-        )
-    if config.log_units_to_tensorboard and not has_writer:
-        raise UsageError(
-            "--edit-log-units-to-tensorboard",
-            "needs a writer of Megatron's",
-            "add --tensorboard-dir DIR (or --wandb-project NAME)",
-        )
     check_net(config.sync_net, os.environ)
     _check_packages(args)
     check_graphs(args)
     check_values(args)
-    _check_fp8_params(args)
     _check_layout(args, placement, config)
     _check_batch(args, placement, config)
-    _check_checkpoints(args)
 
 
 def _check_packages(args: Namespace) -> None:
@@ -260,32 +171,6 @@ def _words_of(value: object) -> list[str]:
     return [] if value is None else str(value).split(",")
 
 
-def _check_fp8_params(args: Namespace) -> None:
-    """Refuse `--fp8-param-gather` if Megatron cannot quantize parameters from main shards."""
-    if not getattr(args, "fp8_param_gather", False):
-        return
-    recipe = _words_of(getattr(args, "fp8_recipe", None))
-    if not set(FP8_GATHER_RECIPES).issuperset(recipe):
-        raise UsageError(
-            f"--fp8-param-gather with --fp8-recipe {' '.join(recipe)}",
-            _LATER,
-            "use --fp8-recipe delayed, tensorwise or blockwise",
-        )
-    if getattr(args, "use_precision_aware_optimizer", False) and "delayed" in recipe:
-        raise UsageError(
-            "--fp8-param-gather with --use-precision-aware-optimizer and --fp8-recipe delayed",
-            "Adam's own kernel then writes the parameters, from main shards that only it can read",
-            "use --fp8-recipe tensorwise, or drop one of the first two flags",
-        )
-
-
-def _check_checkpoints(args: Namespace) -> None:
-    """Refuse checkpoint formats that would fail at the first save."""
-    if args.save and args.ckpt_format != "torch_dist":
-        rule = "with --use-edit checkpoints are saved in the format torch_dist"
-        raise UsageError(f"--ckpt-format {args.ckpt_format}", rule, "drop the flag")
-
-
 def _is_refused(value: object, refused: object) -> bool:
     if refused is None:
         return value not in (None, False, 0, 0.0, "", [], ())
@@ -369,18 +254,14 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
         return BLOCKING
     if args.overlap_param_gather and not is_graph:
         return OVERLAP
-    if config.sync_mode == OVERLAP:
-        rule = (
-            "a full-iteration CUDA graph fixes the gathers"
-            if is_graph
-            else ("units can only land where Megatron gathers parameters in the forward pass")
-        )
-        remedy = (
-            "use another scope of CUDA graphs"
-            if is_graph
-            else ("add --overlap-param-gather (and --overlap-grad-reduce)")
-        )
-        raise UsageError("--edit-sync-mode overlap", rule, f"{remedy}, or use auto")
+    refuse(
+        OVERLAP_ROWS,
+        Values(
+            edit_sync_mode=config.sync_mode,
+            overlap_param_gather=args.overlap_param_gather,
+            full_iteration_graph=is_graph,
+        ),
+    )
     return BLOCKING
 
 

@@ -1,4 +1,4 @@
-"""Requirements and refused settings for Muon as the inner optimizer.
+"""Requirements of Muon as the inner optimizer.
 
 Megatron's Muon (core 0.19) has two forms. Without the distributed optimizer every rank steps all
 matrices. With it, Megatron uses its layer-wise distributed optimizer, which assigns complete
@@ -16,22 +16,13 @@ from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_edit.constants import MUON, OVERLAP
+from megatron_edit.constants import MUON
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag_of
+from megatron_edit.refusals import MUON_ROWS, Values, refuse
 
 PACKAGE, OLDEST, TOO_NEW = "emerging-optimizers", (0, 3), (0, 5)
 _MUON_OF_MEGATRON = "optimizer/emerging_optimizers.py"  # since core_v0.19.0
 _INSTALL = "pip install 'megatron_edit[muon]'"
-_REFUSED: tuple[tuple[str, object, str, str], ...] = (
-    ("fp16", True, "Megatron's Muon does not train in fp16", "use --bf16"),
-    ("muon_scalar_optimizer", "lion", "is not supported together with --use-edit yet",
-     "use --muon-scalar-optimizer adam"),
-    ("use_precision_aware_optimizer", True, "keeps no main parameters that Muon could step",
-     "drop the flag"),
-    ("optimizer_cpu_offload", True, "steps parameters with its own Adam", "drop the flag"),
-)  # fmt: skip
-_LAYER_WISE = "with --optimizer muon --use-distributed-optimizer"
 
 
 def is_layer_wise(args: Namespace) -> bool:
@@ -71,19 +62,7 @@ def check_muon(args: Namespace, sync_mode: str) -> None:
     """
     _check_megatron()
     _check_package()
-    for name, refused, rule, remedy in _REFUSED:
-        if getattr(args, name, None) == refused:
-            value = "" if refused is True else f" {refused}"
-            given = flag_of(name)
-            raise UsageError(f"{given}{value} with --optimizer {MUON}", rule, remedy)
-    if sync_mode == OVERLAP:
-        raise UsageError(
-            f"--edit-sync-mode {OVERLAP} with --optimizer {MUON}",
-            "is not supported yet: Muon's parameters are synced in blocking mode",
-            "use --edit-sync-mode auto",
-        )
-    if is_layer_wise(args):
-        _check_layer_wise(args)
+    refuse(MUON_ROWS, Values(vars(args), edit_sync_mode=sync_mode))
 
 
 def _check_megatron() -> None:
@@ -110,28 +89,6 @@ def _check_package() -> None:
     found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not OLDEST <= found < TOO_NEW:
         raise UsageError(f"{PACKAGE} {version}", f"must be {required}", _INSTALL, is_local=True)
-
-
-def _check_layer_wise(args: Namespace) -> None:
-    if not args.bf16:
-        raise UsageError(
-            f"no --bf16 {_LAYER_WISE}",
-            "Megatron's layer-wise distributed optimizer trains in bf16 only",
-            "add --bf16, or drop --use-distributed-optimizer",
-        )
-    if args.overlap_param_gather:
-        raise UsageError(
-            f"--overlap-param-gather {_LAYER_WISE}",
-            "is not supported together with --use-edit yet: layer-wise syncs are blocking",
-            "drop --overlap-param-gather",
-        )
-    if args.num_distributed_optimizer_instances > 1:
-        raise UsageError(
-            f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} "
-            f"{_LAYER_WISE}",
-            "Megatron's layer-wise distributed optimizer supports one instance only",
-            "drop the flag",
-        )
 
 
 def _shown(version: tuple[int, ...]) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import SYNC_SETTINGS, EditConfig
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.host.cpu import cpu_argument_defaults
 from megatron_edit.host.muon import PACKAGE, check_muon
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.refusals import SYNC_SETTINGS
 from megatron_edit.tools.plan.costs import stock_parts
 from megatron_edit.tools.plan.job import read_job
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_edit.config import SYNC_SETTINGS
 from megatron_edit.constants import DEFAULT_STRATEGY
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
+from megatron_edit.refusals import SYNC_SETTINGS
 from megatron_edit.tools.compare.flags import canonical, int_flag, read_flags_or_refuse, without
 from megatron_edit.tools.compare.instances import instance_flags
 

@@ -10,10 +10,11 @@ from functools import partial
 from statistics import median_high
 from typing import Any
 
-from megatron_edit.config import STEP_COUNT_SETTINGS, EditConfig
+from megatron_edit.config import EditConfig
 from megatron_edit.elastic.hub_state import LeaveReason, failed_joins_text
 from megatron_edit.errors import UsageError
 from megatron_edit.observe.records import FAILED, Ending
+from megatron_edit.refusals import STEP_COUNT_SETTINGS
 from megatron_edit.tools.monitor.files import Facts
 from megatron_edit.tools.monitor.membership import MemberSpan, describe_end, end_after, is_fault
 from megatron_edit.tools.monitor.replicas import Replica
