@@ -26,6 +26,7 @@ class Deadlines:
         self._round: Hashable = None
         self._round_began = 0.0
         self._trained: float | None = None  # seconds of this round, once all have arrived
+        self._dealt_at: float | None = None  # when the replicas began to train beyond this round
 
     def tick(self, state: HubState, now: float) -> list[tuple[str, FromClock]]:
         """Inputs for the hub's decisions, with the replica that each is about.
@@ -38,6 +39,7 @@ class Deadlines:
         if self._liveness.is_late_tick(now):
             self._since = dict.fromkeys(self._since, now)
             self._round_began = now
+            self._dealt_at = None if self._dealt_at is None else now
             return []
         self._time_training(state, now)
         waits = list(_waits(state))
@@ -45,31 +47,38 @@ class Deadlines:
         silent = self._liveness.silent([each.name for each in state.roster], now)
         inputs: list[tuple[str, FromClock]] = [(name, Lost()) for name in silent]
         for wait, names in waits:
-            inputs += self._overdue(wait, names, state.epoch, now)
+            inputs += self._overdue(wait, names, state, now)
         return inputs
 
     def _time_training(self, state: HubState, now: float) -> None:
-        """Note for how long the replicas train in a round, until all have arrived."""
+        """Note for how long the replicas train in a round, until all have arrived. It begins with
+        the commit of the round before, or with the deal of that, which lets them train on."""
         is_begun = state.phase is not Phase.OPENING and not state.is_frozen
         if self._round != (current := (state.lineage, state.round, is_begun)):
-            self._round, self._round_began, self._trained = current, now, None
+            began = now if self._dealt_at is None else self._dealt_at
+            self._round, self._round_began, self._trained = current, began, None
+            self._dealt_at = None
+        if state.dealt and self._dealt_at is None:
+            self._dealt_at = now
         if self._trained is None and (
             state.phase is Phase.EXCHANGE or all(each.is_arrived for each in state.expected)
         ):
             self._trained = now - self._round_began
 
     def _overdue(
-        self, wait: tuple[Hashable, ...], names: list[str], epoch: int, now: float
+        self, wait: tuple[Hashable, ...], names: list[str], state: HubState, now: float
     ) -> Iterator[tuple[str, FromClock]]:
         """What follows where a wait for replicas is over."""
         waited = now - self._since[wait]
+        # Replicas that train during an exchange look at the hub's messages between two steps.
+        pause = max([0.0, *map(self._liveness.patience, names)]) if state.dealt else 0.0
         evicted = Lost(LeaveReason.EVICTED)
         match wait[0]:
             case "opening" if waited > OPENING_SECONDS:
                 yield "", OpeningOverdue()
-            case "forming" if waited > FORMING_SECONDS:
-                yield "", EpochOverdue(epoch)
-            case "abandoning" if waited > ABANDONING_SECONDS:
+            case "forming" if waited > max(FORMING_SECONDS, pause):
+                yield "", EpochOverdue(state.epoch)
+            case "abandoning" if waited > max(ABANDONING_SECONDS, pause):
                 yield from ((name, evicted) for name in names)
             case "copying" if waited > max(COPY_SECONDS, COPY_ROUNDS * (self._trained or 0.0)):
                 yield from ((name, Late(waited)) for name in names)
@@ -77,7 +86,7 @@ class Deadlines:
                 stuck = [n for n in names if self._liveness.is_stuck(n, waited, now)]
                 yield from ((name, evicted) for name in stuck)
             case "exchange" if all(self._liveness.is_stuck(n, waited, now) for n in names):
-                yield "", EpochOverdue(epoch)
+                yield "", EpochOverdue(state.epoch)
 
 
 def _waits(state: HubState) -> Iterator[tuple[tuple[Hashable, ...], list[str]]]:
@@ -92,7 +101,7 @@ def _waits(state: HubState) -> Iterator[tuple[tuple[Hashable, ...], list[str]]]:
             if not state.needs_all and num_connected >= state.minimum:
                 yield ("opening", state.first_epoch), []
         case Phase.FORM:
-            yield ("forming", state.epoch), []
+            yield ("forming", state.epoch), _names(each for each in members if not each.is_formed)
         case Phase.GATHER:
             arrived = [each for each in expected if each.is_arrived]
             if 0 < len(arrived) < len(expected):
@@ -202,16 +211,21 @@ class Liveness:
         return now - self._contacts[name].progressed if name in self._contacts else 0.0
 
     def is_stuck(self, name: str, waited: float, now: float) -> bool:
-        """Whether a replica has made no progress for too long, of the time that others waited.
+        """Whether a replica has made no progress for too long, of the time that others waited."""
+        pause = min(waited, self.seconds_since_progress(name, now))
+        return pause > self.patience(name)
+
+    def patience(self, name: str) -> float:
+        """Seconds without progress for which others wait for a replica.
 
         One that has made no step yet may take as long as the slowest other one.
         """
-        pause = min(waited, self.seconds_since_progress(name, now))
-        step = self._contact(name, now).step_seconds
+        contact = self._contacts.get(name)
+        step = None if contact is None else contact.step_seconds
         if step is None:
             known = [contact.step_seconds for contact in self._contacts.values()]
             step = max((each for each in known if each is not None), default=0.0)
-        return pause > max(PROGRESS_SECONDS, PROGRESS_STEPS * step)
+        return max(PROGRESS_SECONDS, PROGRESS_STEPS * step)
 
     def forget(self, name: str) -> None:
         """Stop watching a replica."""

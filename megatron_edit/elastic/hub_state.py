@@ -9,7 +9,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from megatron_edit.elastic.journal import JournalEntry
-from megatron_edit.elastic.messages import Blocks, Ready
+from megatron_edit.elastic.messages import Blocks, Deal, Ready
 
 NO_STATE = -1
 KEY_DIGITS = 32  # hexadecimal
@@ -86,6 +86,8 @@ class Member:
         is_formed: whether it has formed the groups of the current epoch.
         num_late: meetings that have stopped waiting for it while it copied the state.
         awaited_from: the round from which meetings wait for it again.
+        steps: its inner steps in the current round, where it trains on during the exchange; None
+            where it does not, or has not arrived yet.
         is_abandoning: whether it puts an exchange aside, and has not arrived again.
         needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
@@ -101,6 +103,7 @@ class Member:
     is_connected: bool = True
     is_arrived: bool = False
     is_formed: bool = False
+    steps: int | None = None
     is_abandoning: bool = False
     needs_all: bool = False
     ready: Ready | None = None
@@ -121,7 +124,7 @@ class HubState:
 
     Attributes:
         nominal: replicas that the run begins with; 0 before the first one has said it.
-        minimum: no round is exchanged with fewer.
+        minimum: no round begins to be exchanged with fewer.
         layout: that all replicas must have; empty before the first one.
         term: how often the hub has been started on its journal.
         epoch: number of the current membership; 0 before the first.
@@ -138,7 +141,7 @@ class HubState:
         retries: exchanges of this round that have failed with all members alive.
         disagreements: attempts at this round whose results were not good.
         drifted: the replica whose result differed from the others' in the last attempt.
-        is_stopping: whether the run ends after the next commit, on request.
+        is_stopping: whether the run ends on request: after the next round that has no deal yet.
         removals: of replicas that were taken out, since training was started from a checkpoint.
         failed_joins: replicas that were lost before they took part, and how often in a row.
         joins: replicas that have ever joined.
@@ -150,6 +153,8 @@ class HubState:
         is_finished: whether the announced leader has left because of that, after its save.
         reached: commits before all replicas were lost.
         is_last: whether the round that is exchanged is the last, on request.
+        dealt: the deal of the current round; see `Go.dealt`. It stands until the commit, and until
+            then no other replica takes part in the round: none copies the state.
         end: why the run has ended, and the exit code of its ranks.
     """
 
@@ -183,6 +188,7 @@ class HubState:
     is_finished: bool = False
     reached: int = 0
     is_last: bool = False
+    dealt: Deal = ()
     end: tuple[str, int] = ("the run has ended", 0)
 
     def member(self, name: str) -> Member | None:
@@ -227,9 +233,15 @@ class HubState:
         return is_forming or (self.epoch >= self.first_epoch and self.round == 0)
 
     @property
+    def is_copied(self) -> bool:
+        """Whether replicas may copy the state: not before the first commit nor after the last
+        one, and not while the members train on without its result."""
+        return not (self.is_frozen or self.is_over or self.dealt)
+
+    @property
     def joiners(self) -> tuple[Member, ...]:
         """Replicas that copy the state."""
-        if self.is_frozen:  # there is nothing to copy before the first commit
+        if not self.is_copied:
             return ()
         return tuple(m for m in self.roster if m.applied != self.round and m.is_connected)
 
@@ -273,7 +285,7 @@ class HubState:
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
             is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",
-            reached=reached, is_over=False, removals=(), failed_joins=(),
+            reached=reached, is_over=False, removals=(), failed_joins=(), dealt=(),
         )  # fmt: skip
 
     def after_leave(self, name: str, reason: str, failed_joins: int = 0) -> HubState:
@@ -337,14 +349,14 @@ class HubState:
         roster = tuple(
             replace(
                 each, applied=count if each.name in self.members else each.applied,
-                is_arrived=False, ready=None, lost=(), failures=0,
+                is_arrived=False, steps=None, ready=None, lost=(), failures=0,
             )
             for each in self.roster
         )  # fmt: skip
         return replace(
             self, round=count, digest=digest, samples=samples, holes=holes, roster=roster,
             retries=0, disagreements=0, drifted="", phase=Phase.GATHER, commit_epoch=epoch,
-            known=(*self.known, state_key(count, digest)), reached=0, is_over=is_over,
+            known=(*self.known, state_key(count, digest)), reached=0, is_over=is_over, dealt=(),
         )  # fmt: skip
 
     @property
@@ -403,6 +415,8 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
                 has["round"] + 1, has["digest"], has["samples"], holes, entry.epoch,
                 is_over=has.get("is_over", False),
             )  # fmt: skip
+        elif entry.event == "deal":
+            state = replace(state, dealt=tuple(has["steps"].items()))
         elif entry.event == "stop":
             state = replace(state, is_stopping=True)
         elif entry.event == "end":

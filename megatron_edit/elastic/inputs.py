@@ -56,7 +56,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Somebody asks that the run ends after the next commit."""
+    """Somebody asks that the run ends after the next commit; where a deal stands, the one after."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,10 @@ have arrived, the hub opens a new epoch where the membership has changed (`FormE
 `Formed`), then lets them exchange (`Go`). Each keeps the result aside and reports it (`Ready`).
 When all are ready and equal, the commit is recorded and sent (`Commit`). Anything that fails before
 that is abandoned (`Abandon`) with nothing changed, and the replicas arrive again.
+
+Where the replicas train on while a round is exchanged, which blocks they train on must not depend
+on how the exchange ends. So the hub records the round's deal, the steps of all members, before the
+first `Go`, and sends it with every `Go` of the round.
 """
 
 from __future__ import annotations
@@ -236,7 +240,7 @@ class _Step:
                 self._send(member.name, self._form_message())
         elif state.phase is Phase.EXCHANGE and member.name in state.members:
             if member.ready is None:
-                self._send(member.name, Go(state.epoch, state.round, state.is_last))
+                self._send(member.name, self._go_message())
         elif state.phase is Phase.GATHER and hello.is_busy:
             self._set(replace(member, is_abandoning=True))
             self._send(member.name, Abandon(hello.epoch))
@@ -260,10 +264,11 @@ class _Step:
                 self._heal(each.name)
 
     def _heal(self, name: str) -> None:
-        """Name the replicas to copy from. Before the first commit there is nothing to copy; who
-        comes after the last one waits until the others have ended."""
+        """Name the replicas to copy from, where the state may be copied: a replica that comes after
+        the last commit waits until the others have ended, one that comes after the deal of a round
+        waits for its commit."""
         state, joiner = self.state, self.state.member(name)
-        if state.is_frozen or state.is_over or joiner is None or state.is_barred(joiner):
+        if not state.is_copied or joiner is None or state.is_barred(joiner):
             return
         donors = tuple(
             handle for each in state.expected if each.is_connected for handle in each.handles
@@ -273,7 +278,7 @@ class _Step:
 
     def _healed(self, member: Member, healed: Healed) -> None:
         state = self.state
-        if member.applied == state.round or state.is_frozen:
+        if member.applied == state.round or not state.is_copied:
             return
         if healed.round != state.round or healed.digest != state.digest:
             self._heal(member.name)  # it has copied what was committed before
@@ -399,7 +404,8 @@ class _Step:
     def _arrive(self, member: Member, arrive: Arrive) -> None:
         if arrive.round == self.state.round == member.applied:
             self._set(replace(
-                member, is_arrived=True, is_abandoning=False, handles=arrive.handles
+                member, is_arrived=True, is_abandoning=False, handles=arrive.handles,
+                steps=arrive.steps,
             ))  # fmt: skip
             self._gather()
 
@@ -409,7 +415,8 @@ class _Step:
         if state.phase is not Phase.GATHER:
             return
         expected = state.expected
-        if len(expected) < state.minimum or not expected:
+        # The members of a deal train on already: they are not held up by a loss.
+        if not expected or (len(expected) < state.minimum and not state.dealt):
             return
         if not all(each.is_arrived and each.is_connected for each in expected) or state.copying:
             return
@@ -449,10 +456,23 @@ class _Step:
                 self._gather()
 
     def _go(self) -> None:
-        self.state = replace(
-            self.state, phase=Phase.EXCHANGE, is_suspicious=False, is_last=self.state.is_stopping
-        )
-        self._tell_members(Go(self.state.epoch, self.state.round, self.state.is_last))
+        if not self.state.dealt and not self.state.is_stopping:
+            self._deal()
+        is_last = self.state.is_stopping and not self.state.dealt
+        self.state = replace(self.state, phase=Phase.EXCHANGE, is_suspicious=False, is_last=is_last)
+        self._tell_members(self._go_message())
+
+    def _go_message(self) -> Go:
+        state = self.state
+        return Go(state.epoch, state.round, state.is_last, state.dealt)
+
+    def _deal(self) -> None:
+        """Record the members' steps, where all of them train on during the exchange."""
+        members = [each for each in self.state.roster if each.name in self.state.members]
+        steps = {each.name: each.steps for each in members if each.steps is not None}
+        if len(steps) == len(members):
+            self._record("deal", round=self.state.round, steps=steps)
+            self.state = replace(self.state, dealt=tuple(steps.items()))
 
     def _is_exchanging(self, member: Member, epoch: int) -> bool:
         state = self.state

@@ -20,7 +20,9 @@ NAME = re.compile(REPLICA_NAME)
 LARGEST = (1 << 63) - 1
 
 Integer = Annotated[int, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
+NumSteps = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Blocks = tuple[tuple[Integer, Integer], ...]  # runs of blocks: the first, and how many
+Deal = tuple[tuple[str, NumSteps], ...]  # by replica, the inner steps of a round
 
 
 class MessageError(ValueError):
@@ -85,10 +87,13 @@ class Arrive(Message, frozen=True):
     Attributes:
         round: commits so far, as the replica knows them.
         handles: addresses of its ranks, which change with each group they form.
+        steps: inner steps of the replica in this round, where it trains on while the round is
+            exchanged; None where it waits for the result.
     """
 
     round: Integer
     handles: tuple[str, ...]
+    steps: NumSteps | None = None
 
 
 class Formed(Message, frozen=True):
@@ -225,11 +230,16 @@ class Go(Message, frozen=True):
     Attributes:
         epoch: over whose groups.
         is_last: whether training ends after this round, on request.
+        dealt: the deal: inner steps in this round of each replica that trains on while the round
+            is exchanged, from which all of them compute which blocks they train on. It is the same
+            in each attempt at the round, also after the loss of some of these replicas. Empty where
+            the replicas wait for the result.
     """
 
     epoch: Integer
     round: Integer
     is_last: bool = False
+    dealt: Deal = ()
 
 
 class Commit(Message, frozen=True):

@@ -61,6 +61,7 @@ class ReplicaState:
         digest: of that state.
         epoch: whose groups the task is about.
         ready: the result that waits for the decision.
+        steps: see `Arrive`.
         leave: why the ranks end; empty while they do not.
         admitted_from: the round that it waits for before it copies the state; 0: none.
         has_begun: whether the ranks train, or have trained, in this run. The first groups are
@@ -74,6 +75,7 @@ class ReplicaState:
     epoch: int = 0
     ready: Ready | None = None
     handles: tuple[str, ...] = ()
+    steps: int | None = None
     leave: str = ""
     admitted_from: int = 0
     has_begun: bool = False
@@ -91,9 +93,14 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class RoundDue:
-    """The ranks wait at the meeting: a round's training is over, or an exchange is put aside."""
+    """The ranks are at the meeting: a round's training is over, or an exchange is put aside.
+
+    Attributes:
+        steps: see `Arrive`; after an exchange that was put aside the same as before it.
+    """
 
     handles: tuple[str, ...]
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +127,16 @@ class ExchangeFailed:
 
 @dataclass(frozen=True, slots=True)
 class StateCopied:
-    """All ranks hold the state after a round, with this digest, and wait at the meeting."""
+    """All ranks hold the state after a round, with this digest, and wait at the meeting.
+
+    Attributes:
+        steps: see `Arrive`; 0 for a replica that trains on during the exchange.
+    """
 
     round: int
     digest: str
     handles: tuple[str, ...]
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +178,11 @@ def report(state: ReplicaState, given: Report) -> Outcome:
                 is_busy=state.task in BUSY and state.has_begun,
             )  # fmt: skip
             return Outcome(state, (hello, *_outstanding(state)))
-        case RoundDue(handles) if state.task in (Task.TRAIN, Task.ABANDON):
-            waiting = replace(state, task=Task.WAIT, handles=handles, has_begun=True)
-            return Outcome(waiting, (Arrive(state.applied, handles),))
+        case RoundDue(handles, steps) if state.task in (Task.TRAIN, Task.ABANDON):
+            waiting = replace(
+                state, task=Task.WAIT, handles=handles, steps=steps, has_begun=True
+            )  # fmt: skip
+            return Outcome(waiting, (Arrive(state.applied, handles, steps),))
         case GroupsFormed(epoch) if (state.task, state.epoch) == (Task.FORM, epoch):
             task = Task.STAND if state.has_begun else Task.TRAIN
             return Outcome(replace(state, task=task, has_begun=True), (Formed(epoch),))
@@ -176,9 +190,11 @@ def report(state: ReplicaState, given: Report) -> Outcome:
             return Outcome(replace(state, task=Task.READY, ready=ready), (ready,))
         case ExchangeFailed(epoch, lost) if state.task in ACTIVE and state.epoch == epoch:
             return Outcome(replace(state, task=Task.FAILED), (Failed(epoch, lost),))
-        case StateCopied(count, digest, handles) if state.task is Task.COPY:
-            copied = replace(state, task=Task.WAIT, applied=count, digest=digest, handles=handles)
-            return Outcome(copied, (Healed(count, digest), Arrive(count, handles)))
+        case StateCopied(count, digest, handles, steps) if state.task is Task.COPY:
+            copied = replace(
+                state, task=Task.WAIT, applied=count, digest=digest, handles=handles, steps=steps
+            )  # fmt: skip
+            return Outcome(copied, (Healed(count, digest), Arrive(count, handles, steps)))
         case Quit(reason):
             return Outcome(replace(state, task=Task.ENDED, leave=reason), (Leave(reason),))
     return Outcome(state)
@@ -248,7 +264,7 @@ def _outstanding(state: ReplicaState) -> tuple[FromReplica, ...]:
     """What the hub may not have heard before the connection ended."""
     match state.task:
         case Task.WAIT if state.has_begun:
-            return (Arrive(state.applied, state.handles),)
+            return (Arrive(state.applied, state.handles, state.steps),)
         case Task.STAND:
             return (Formed(state.epoch),)
         case Task.ENDED if state.leave:

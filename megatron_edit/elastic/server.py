@@ -68,6 +68,7 @@ WORDS = {  # for what the journal has, by event
     "join": "{name}",
     "leave": "{name}: {reason}",
     "epoch": "{epoch}: {names}; leader: {leader}",
+    "deal": "{number}: {names} train on",
     "commit": "{number}: {names} ({samples:,} samples)",
     "stop": "after the next commit",
     "end": "{reason} (exit code {exit_code})",
@@ -238,7 +239,7 @@ class Hub:
             "term": state.term, "epoch": state.epoch, "round": state.round,
             "phase": state.phase.value, "samples": state.samples, "digest": state.digest,
             "leader": state.leader, "epoch_members": list(state.members),
-            "stopping": state.is_stopping,
+            "stopping": state.is_stopping, "dealt": dict(state.dealt),
             "members": [
                 {
                     "name": each.name, "state": _state_of(state, each),
@@ -450,7 +451,7 @@ class Hub:
 def _in_words(record: Record) -> str:
     """What is decided, for people; the journal has more."""
     has = record.fields
-    names, number = ", ".join(has.get("members", ())), has.get("round", 0) + 1
+    names, number = ", ".join(has.get("members") or has.get("steps", ())), has.get("round", 0) + 1
     text = WORDS[record.event].format(names=names, number=number, epoch=record.epoch, **has)
     copies = ", which copies the state" if has.get("holds_state") is False else ""
     first = f" from round {has['admitted_from']} on" if "admitted_from" in has else ""

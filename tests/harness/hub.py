@@ -91,20 +91,22 @@ class PretendingReplica:
         rounds: commits after which training is over.
         step_seconds: of a round's training.
         minimum: `--edit-min-replicas`.
+        steps: inner steps of a round that it reports, as one that trains on during the exchange.
         states: state after each commit that any replica has applied, for those that copy it.
     """
 
     def __init__(
         self, address: HubAddress, name: str, nominal: int, rounds: int, *,
         step_seconds: float = 0.02, minimum: int = 1, states: dict[int, str] | None = None,
-        incarnation: str = "1", layout: str = "layout",
+        steps: int | None = None, incarnation: str = "1",
+        layout: str = "layout",
     ) -> None:  # fmt: skip
         hello = Hello(name, incarnation, layout, nominal, minimum, (name,), True, 0)
         self.exit_codes: list[int] = []  # with which the agent would have ended the process
         self.agent = Agent(address, hello, TIMEOUT, end_process=self.exit_codes.append)
         self.name, self._rounds, self._step_seconds = name, rounds, step_seconds
         self.states = {} if states is None else states
-        self.digest, self.orders = "", list[Order]()
+        self.digest, self.orders, self._steps = "", list[Order](), steps
         self.corrupts_round: int | None = None
         self.blocks: Blocks = ()  # that each replica reports in each round, instead of one
         self._members: tuple[str, ...] = ()
@@ -180,15 +182,16 @@ class PretendingReplica:
                     return True
                 self.digest = self.states[count]
                 assert self.digest == digest
-                self.agent.report(StateCopied(count, self.digest, (self.name,)))
+                copied = None if self._steps is None else 0
+                self.agent.report(StateCopied(count, self.digest, (self.name,), copied))
             case Abandon():
-                self.agent.report(RoundDue((self.name,)))
+                self.agent.report(RoundDue((self.name,), self._steps))
         return False
 
     def _train(self) -> None:
         self._killed.wait(self._step_seconds)
         if not self._killed.is_set():
-            self.agent.report(RoundDue((self.name,)))
+            self.agent.report(RoundDue((self.name,), self._steps))
 
 
 class HubDecisions:
@@ -225,9 +228,9 @@ class HubDecisions:
         """The hub is started again."""
         self.state = replay(self.journal, 1)
 
-    def arrive(self, *names: str) -> None:
+    def arrive(self, *names: str, steps: int | None = None) -> None:
         for name in names:
-            self.take(name, Arrive(self.state.round, (name,)))
+            self.take(name, Arrive(self.state.round, (name,), steps))
 
     def ready(self, name: str, *, digest: str = "", corrupt: Sequence[str] = ()) -> None:
         state, units = self.state, ("layer.1",)

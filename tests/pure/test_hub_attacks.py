@@ -101,8 +101,10 @@ HELLO = Hello("x", "1", "layout", 2, 1, ("x",), True, 0)
 READY = Ready(1, 1, "plan", ("d0", "d1"), 8, (("a", ((0, 4), (9, 1))), ("b", ())), False, ((5, 2),))
 EXAMPLES = [
     HELLO, AliveMessage(3, 4, 5), Arrive(1, ("x",)), Formed(1), READY, Failed(1, ("a",)),
-    Healed(1, "d"), Leave("finished"), Leave("signal"), Welcome(1, 2), Refused("a", "b", "c"),
+    Arrive(1, ("x",), 4), Healed(1, "d"), Leave("finished"), Leave("signal"), Welcome(1, 2),
+    Refused("a", "b", "c"),
     Fenced("a"), FormEpoch(1, 1, ("a",), (("h",),), "a"), Go(1, 1), Commit(1, 1, "d"), Abandon(1),
+    Go(1, 1, dealt=(("a", 4), ("b", 0))),
     Heal(1, "d", ("a",)), End("a", 4), Heard(), StoreReply(True, b"a"),
     StoreRequest("set", ("key",), b"a"), StoreRequest("get", ("key",)),
     StoreRequest("compare_set", ("key",), b"a"),
@@ -591,7 +593,8 @@ def test_decisions_take_any_valid_message() -> None:
                     applied=draw.choice([0, state.round]), digest=draw.choice(["", state.digest]),
                     epoch=state.epoch, is_busy=draw.random() < 0.5,
                 ),
-                out_of_place(draw, state), Arrive(state.round, ("h",)), Formed(state.epoch),
+                out_of_place(draw, state), Formed(state.epoch),
+                Arrive(state.round, ("h",), draw.choice([None, 0, 2**62])),
                 Ready(state.epoch, state.round, "p", (f"d{state.round}",), 0, ()),
                 Healed(state.round, state.digest), Leave(draw.choice(["signal", "finished", "x"])),
                 Disconnected(), Lost(), Late(), OpeningOverdue(), EpochOverdue(state.epoch), Stop(),

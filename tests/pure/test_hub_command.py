@@ -65,7 +65,7 @@ def test_status_for_people() -> None:
     member = {"name": "b", "state": "training", "connected": True, "step": 7, "admitted_from": None}
     status = {
         "term": 1, "epoch": 2, "round": 3, "samples": 12, "phase": "gather", "stopping": True,
-        "leader": "b", "epoch_members": ["a", "b"],
+        "leader": "b", "epoch_members": ["a", "b"], "dealt": {"a": 4, "b": 0},
         "members": [
             member | {"seconds_since_progress": 1.6},
             member | {"name": "c", "connected": False, "seconds_since_progress": 0.0},
@@ -78,6 +78,7 @@ def test_status_for_people() -> None:
     assert status_lines(status) == [
         "term 1, epoch 2, round 3, 12 samples, gather, ends after the next commit",
         "members of the epoch: a, b; leader: b",
+        "train on during the exchange: a, b",
         "  b: training, step 7, last progress 2 s ago",
         "  c: training, step 7, last progress 0 s ago, not connected",
         "  d: joining from round 5 on (was taken out repeatedly), step 7, last progress 0 s ago",

@@ -135,6 +135,8 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     if status["leader"]:
         members = ", ".join(status["epoch_members"])
         lines.append(f"members of the epoch: {members}; leader: {status['leader']}")
+    if status["dealt"]:
+        lines.append(f"train on during the exchange: {', '.join(status['dealt'])}")
     for member in status["members"]:
         connection = "" if member["connected"] else ", not connected"
         first = member["admitted_from"]
