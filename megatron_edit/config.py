@@ -22,7 +22,7 @@ from megatron_edit.constants import (
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import default_text, flag, format_value, parse_endpoint, preset_of
-from megatron_edit.method.auto import AUTO_SETTINGS
+from megatron_edit.method.auto import auto_settings
 from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.settings import Settings, in_words, is_within
 from megatron_edit.method.strategy import STRATEGIES, outer_preset
@@ -49,7 +49,8 @@ class EditConfig(Settings):
         if self.auto:
             # Muon's presets stay: outer settings by interval were measured with Adam.
             fixed = STRATEGIES[self.strategy].optimizer_presets.get(inner_optimizer, {})
-            unset = [n for n in AUTO_SETTINGS if getattr(self, n) is None and n not in fixed]
+            names = auto_settings(self.strategy)
+            unset = [n for n in names if getattr(self, n) is None and n not in fixed]
             object.__setattr__(self, "open_settings", tuple(unset))
         adapted = [name for name in OUTER_SETTINGS if getattr(self, name) is None]
         for spec in dataclasses.fields(self):

@@ -16,6 +16,7 @@ TOP64 = "top64"  # of the strategy sparse-loco alone
 WIRE_TYPES = (*SYNC_DTYPES, TOP64)
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 DEFAULT_STRATEGY = "edit"  # the default of --edit-strategy
+AUTO_STRATEGIES = (DEFAULT_STRATEGY, "a-edit")  # for which --edit-auto chooses settings
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
 NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
 CPU, CUDA = DEVICES = ("cpu", "cuda")

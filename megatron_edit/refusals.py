@@ -17,6 +17,7 @@ from megatron_edit.constants import (
     ADAM,
     ALL,
     AUTO,
+    AUTO_STRATEGIES,
     BLOCKING,
     DEFAULT_STRATEGY,
     FIXED,
@@ -313,7 +314,7 @@ AUTO_ROWS = (
     _without_effect(unusual("auto_share"), missing("edit_auto"), flag("auto")),
     *(Refusal(AUTO_ON, part, _TOGETHER + reason, "drop one of the two", joint=", ")
       for part, reason in (
-          (is_not("edit_strategy", DEFAULT_STRATEGY),
+          (is_not("edit_strategy", *AUTO_STRATEGIES),
            "its tables of expected losses are those of EDiT"),
           (HUB, "delays and most wire types are not elastic yet"),
           (is_not("edit_interval", FIXED), "it chooses a fixed interval"),
@@ -522,7 +523,6 @@ _DROP_SETTING = "drop the setting"
 BRIDGE_ROWS = (
     Refusal(HUB, _BRIDGE, _LATER_IN_BRIDGE, "use a fixed set of replicas"),
     Refusal(TIMED, _BRIDGE, _LATER_IN_BRIDGE, "use edit"),
-    Refusal(AUTO_ON, _BRIDGE, _LATER_IN_BRIDGE, "give the settings that megatron-edit plan names"),
     Refusal(is_not("optimizer", ADAM), _BRIDGE, _LATER_IN_BRIDGE, "use adam"),
     Refusal(is_not("dataset.dataloader_type", "single", "cyclic"), _BRIDGE,
             "its samples cannot be shared out among the replicas", "use single or cyclic"),

@@ -23,6 +23,7 @@ from megatron_edit.host.checkpoint.loading import LoadControl, reserve_memory, t
 from megatron_edit.host.checkpoint.outer import RankPieces
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.training import TrainingRun
+from megatron_edit.method.auto import AutoChoice, Measurement, SyncSettings
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.loss_check import LossHistory
@@ -32,7 +33,7 @@ from megatron_edit.saved_state import PendingSync, ReplicaEntry
 FORMAT = 1
 FOLDER = "edit"  # in the folder of an iteration
 _SAVED_TYPES = [EngineState, PendingState, RoundState, DetectorState, LossHistory, PendingSync,
-                ReplicaEntry, Residual]  # fmt: skip
+                ReplicaEntry, Residual, AutoChoice, SyncSettings, Measurement]  # fmt: skip
 
 
 class BridgeLoads(LoadControl):
@@ -93,9 +94,12 @@ class BridgeLoads(LoadControl):
             return
         host.counters.resume(loaded["samples"], consumed, IN_ORDER)
         host.common_steps = loaded["common_steps"]
-        engine.load_state_dict(loaded["engine"])
+        saved = loaded["engine"]
+        if (choice := saved.rounds.choice) is not None and not saved.is_warmup:
+            engine.use(choice, is_resumed=True)
+        engine.load_state_dict(saved)
         if place.global_rank == 0:
-            say(f"resumed after step {self._step}, with {loaded['engine'].rounds.count} syncs")
+            say(f"resumed after step {self._step}, with {saved.rounds.count} syncs")
 
     def _read(self, folder: Path, step: int) -> dict[str, Any] | None:
         """Return the state that this rank has saved; None for a checkpoint without EDiT."""

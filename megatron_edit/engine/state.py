@@ -382,11 +382,14 @@ class RunState:
         Args:
             settings: of the engine, with the choice.
         """
-        length = settings.used.sync_interval
+        length = 0 if settings.assigns_blocks else settings.used.sync_interval
         self.rounds = replace(
             self.rounds, choice=settings.choice, length=length, exposed=(), leaves_prediction=False
         )
         self.timeout.meetings = settings.used.fragments
+        if self.timer is not None:
+            self.timer.length = settings.round_seconds
+            self.timeout.timed_seconds = settings.used.sync_seconds
         if isinstance(self.losses, StepLosses):
             self.losses.steps = length
 

@@ -184,14 +184,18 @@ class AutoTuner:
         steps, forwards = self.meter.steps, self.meter.forwards
         mine = [_median(steps), _median(forwards, default=0.0), float(len(steps))]
         seconds, forward, counts = _gather_all(self.groups, mine).unbind(dim=1)
+        replicas = self.groups.sync.size
         if bool(seconds.isnan().any()):
             reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
             return None
         last = _gather_all(self.groups, steps[-int(counts.min()) :])
         # A rank that waits for others of its replica has longer steps than these.
-        shortest = last.unflatten(0, (self.groups.sync.size, -1)).amin(dim=1)
-        known = float(seconds.max()), float(forward.min()), mean_wait(shortest.tolist())
-        setting, measured = self._measure(*known)
+        shortest = last.unflatten(0, (replicas, -1)).amin(dim=1)
+        of_replicas = seconds.unflatten(0, (replicas, -1)).amax(dim=1).tolist()
+        slowest = max(of_replicas)
+        step = statistics.median(of_replicas) if self.settings.is_timed else slowest
+        wait = mean_wait(shortest.tolist())
+        setting, measured = self._measure(step, float(forward.min()), wait, slowest)
         local_steps = self.settings.last_local_step - state.step
         return choose(setting, measured, state.step, local_steps)
 
@@ -203,13 +207,15 @@ class AutoTuner:
         local_steps = self.settings.last_local_step - state.step
         if local_steps >= LEAST_ROUNDS * before.settings.sync_interval:
             known = before.measured
-            setting, measured = self._measure(known.step, known.forward, known.wait)
+            setting, measured = self._measure(known.step, known.forward, known.wait, known.slowest)
             measured = calibrated(setting, measured, before.settings, observed)
             choice = choose(setting, measured, state.step, local_steps)
         is_same = choice.settings == before.settings
         return replace(choice, exposed=observed) if is_same else choice
 
-    def _measure(self, step: float, forward: float, wait: float) -> tuple[AutoSetting, Measurement]:
+    def _measure(
+        self, step: float, forward: float, wait: float, slowest: float
+    ) -> tuple[AutoSetting, Measurement]:
         """Measure links and local work; the arguments, see `Measurement`, are known.
 
         Collective: all ranks of all replicas.
@@ -227,9 +233,10 @@ class AutoTuner:
             extra = moment_bytes(moments.rule, numel, size) // moments.interval
             return Wire.of(wire).payload_bytes(numel, size) + extra
 
-        setting = AutoSetting(given, tuple(map(int, numels)), payload, self.settings.depth)
+        depth = self.settings.depth
+        setting = AutoSetting(given, tuple(map(int, numels)), payload, depth, size)
         work_by_wire = dict(zip(wires, work, strict=True))
-        return setting, Measurement(step, forward, rate, latency, work_by_wire, wait)
+        return setting, Measurement(step, forward, rate, latency, work_by_wire, wait, slowest)
 
 
 def measure_links(groups: EngineGroups) -> tuple[float, float]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from statistics import fmean
@@ -21,7 +21,7 @@ from megatron_edit.method.cost import (
     round_cost,
 )
 from megatron_edit.method.settings import Settings
-from megatron_edit.method.strategy import outer_preset
+from megatron_edit.method.strategy import STRATEGIES, outer_preset
 
 LEAST_ROUNDS = 4  # that local training has with a chosen interval
 INTERVALS = (8, 16, 32, 64, 128, 256)
@@ -32,11 +32,18 @@ PATIENCE = 3  # syncs that leave the prediction before the settings are chosen a
 LEAST_PATIENCE = 2  # rounds, with fragments
 FACTOR = 2.0  # by which they leave it
 MOST_WORK = 4.0  # times the measured local work; more is rather a link that has recovered since
+SPARE_STEPS = 1.25  # times the least steps of a timed round: a slower step must not extend it
 
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """The settings that are chosen, by their names in `Settings`."""
+    """The settings that are chosen, by their names in `Settings`.
+
+    Attributes:
+        sync_interval: tau; where the clock ends rounds, the expected steps of a round, on average
+            over the replicas.
+        sync_seconds: tau_time; where steps end rounds, the expected seconds of a round.
+    """
 
     sync_interval: int
     sync_dtype: str
@@ -44,9 +51,16 @@ class SyncSettings:
     delay_steps: int
     outer_lr: float
     outer_momentum: float
+    sync_seconds: float
 
 
 AUTO_SETTINGS = tuple(each.name for each in fields(SyncSettings))
+
+
+def auto_settings(strategy: str) -> tuple[str, ...]:
+    """The names of the settings that are chosen for a strategy."""
+    unused = "sync_interval" if STRATEGIES[strategy].is_timed else "sync_seconds"
+    return tuple(name for name in AUTO_SETTINGS if name != unused)
 
 
 @dataclass(frozen=True)
@@ -54,13 +68,15 @@ class Measurement:
     """What a choice depends on, the same on all ranks.
 
     Attributes:
-        step: seconds of a step without any exchange between replicas.
+        step: seconds of a step without any exchange between replicas: of the slowest replica;
+            where the clock ends rounds, the median of the replicas.
         forward: seconds of the forward pass that a sync may overlap.
         rate: bytes per second that a rank sends to other replicas while all ranks do.
         latency: seconds until a message of another replica has arrived.
         work: seconds per element of the local work of a sync, by wire type.
         wait: seconds that a replica waits for others at a meeting after one step, on average; after
             n steps sqrt(n) times as long. See `mean_wait`.
+        slowest: seconds of a step of the slowest replica; 0 where that is `step`.
     """
 
     step: float
@@ -69,6 +85,12 @@ class Measurement:
     latency: float
     work: Mapping[str, float]
     wait: float = 0.0
+    slowest: float = 0.0
+
+    @property
+    def slowness(self) -> float:
+        """Duration of a step of the slowest replica, as a multiple of `step`; at least 1."""
+        return max(1.0, self.slowest / self.step)
 
 
 @dataclass(frozen=True)
@@ -82,6 +104,7 @@ class AutoChoice:
         loss: relative increase of the final loss over stock DDP, by tables of small models.
         since: the step after which they are used.
         measured: see `Measurement`.
+        is_timed: whether the clock ends rounds (A-EDiT).
     """
 
     settings: SyncSettings
@@ -90,6 +113,7 @@ class AutoChoice:
     loss: float
     since: int
     measured: Measurement
+    is_timed: bool = False
 
     def lines(self, source: str = "measured") -> tuple[str, ...]:
         """What is chosen, what is expected of it, and from what, for people.
@@ -98,8 +122,11 @@ class AutoChoice:
             source: where the values of `measured` are from.
         """
         chosen, measured = self.settings, self.measured
+        length = f"tau {chosen.sync_interval}"
+        if self.is_timed:
+            length = f"tau_time {chosen.sync_seconds:g} s (about {chosen.sync_interval} steps)"
         return (
-            f"--edit-auto after step {self.since}: tau {chosen.sync_interval}, "
+            f"--edit-auto after step {self.since}: {length}, "
             f"{chosen.sync_dtype}, fragments {chosen.fragments}, delay {chosen.delay_steps}, "
             f"nu {chosen.outer_lr:g}, mu_o {chosen.outer_momentum:g}",
             f"--edit-auto expects {self.share:.3f} of the speed without syncs, and a loss "
@@ -127,7 +154,10 @@ class AutoChoice:
         measured = Measurement(**record["measured"])
         if measured.rate is None:
             measured = replace(measured, rate=math.inf)
-        settings = SyncSettings(**record["settings"])
+        values: dict[str, Any] = record["settings"]
+        if "sync_seconds" not in values:  # of an older version
+            values = {**values, "sync_seconds": values["sync_interval"] * measured.step}
+        settings = SyncSettings(**values)
         return cls(**{**record, "settings": settings, "measured": measured})
 
 
@@ -141,12 +171,25 @@ class AutoSetting:
             order.
         payload: bytes that a rank sends in an exchange of so many elements in a wire type.
         depth: most units in flight in the forward pass; 1 where syncs block.
+        num_replicas: N.
     """
 
     given: Settings
     unit_numels: tuple[int, ...]
     payload: Callable[[int, str], int]
     depth: int
+    num_replicas: int
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the clock ends rounds."""
+        return STRATEGIES[self.given.strategy].is_timed
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of a round, on average over the replicas, below which it could be extended."""
+        least = SPARE_STEPS * self.given.min_round_steps / self.num_replicas
+        return math.ceil(least) if self.is_timed else 0
 
 
 def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: int) -> AutoChoice:
@@ -162,7 +205,7 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
         The choice with the least expected loss among those that reach the target; where none does,
         that with the least expected loss among the fastest.
     """
-    candidates = sorted(_candidates(setting, local_steps), key=_loss)
+    candidates = sorted(_candidates(setting, measured, local_steps), key=_loss)
     choices: list[AutoChoice] = []
     for _, equals in groupby(candidates, key=_loss):
         of_loss = [predict(setting, measured, each, step) for each in equals]
@@ -188,9 +231,12 @@ def predict(
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
     # A round has F meetings, each after tau / F steps.
-    waits = measured.wait * math.sqrt(settings.sync_interval * settings.fragments)
-    share = cost.round / (cost.round + cost.exposed + waits)
-    return AutoChoice(settings, share, exposed, _loss(settings), step, measured)
+    wait = measured.wait * math.sqrt(settings.sync_interval / settings.fragments)
+    if setting.is_timed:  # a replica makes further steps while another one would let it wait
+        wait = min(wait, measured.step / 2)
+    share = cost.round / (cost.round + cost.exposed + wait * settings.fragments)
+    loss = _loss(settings)
+    return AutoChoice(settings, share, exposed, loss, step, measured, setting.is_timed)
 
 
 def mean_wait(seconds: Sequence[Sequence[float]]) -> float:
@@ -265,24 +311,44 @@ def _shown(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _candidates(setting: AutoSetting, local_steps: int) -> Iterator[SyncSettings]:
+def _candidates(
+    setting: AutoSetting, measured: Measurement, local_steps: int
+) -> Iterator[SyncSettings]:
     """All combinations of the values of the open settings."""
     given, num_units = setting.given, len(setting.unit_numels)
 
-    def values[T](name: str, tried: Sequence[T]) -> Sequence[T]:
-        return tried if name in setting.given.open_settings else [getattr(given, name)]
+    def values[T](name: str, tried: Iterable[T]) -> list[T]:
+        return list(tried) if name in given.open_settings else [getattr(given, name)]
 
-    longest = max(INTERVALS[0], local_steps // LEAST_ROUNDS)
-    shortest = max(values("delay_steps", [0])[0] + 1, values("fragments", [1])[0])
-    intervals = [each for each in INTERVALS if shortest <= each <= longest] or [shortest]
-    for interval in values("sync_interval", intervals):
-        for fragments in values("fragments", sorted({1, min(num_units, interval)})):
-            for delay in values("delay_steps", DELAYS):
-                if delay >= interval or fragments > interval:
-                    continue
-                for wire in values("sync_dtype", list(WIRE_LOSS)):
+    for interval, seconds in _rounds(setting, measured, local_steps):
+        # A delay counts own steps: the slowest replica must make more in a round.
+        fewest = max(1.0, interval / measured.slowness)
+        delays = [each for each in DELAYS if each <= fewest - 1]
+        for fragments in values("fragments", sorted({1, min(num_units, int(fewest))})):
+            for delay in values("delay_steps", delays):
+                for wire in values("sync_dtype", WIRE_LOSS):
                     lr, momentum = _outer(setting, interval, delay, wire)
-                    yield SyncSettings(interval, wire, fragments, delay, lr, momentum)
+                    yield SyncSettings(interval, wire, fragments, delay, lr, momentum, seconds)
+
+
+def _rounds(
+    setting: AutoSetting, measured: Measurement, local_steps: int
+) -> list[tuple[int, float]]:
+    """The lengths of rounds that are tried: steps and seconds."""
+    given, is_open = setting.given, setting.given.open_settings
+    if setting.is_timed and "sync_seconds" not in is_open:
+        return [(max(1, round(given.sync_seconds / measured.step)), given.sync_seconds)]
+    shortest = max(
+        0 if "delay_steps" in is_open else given.delay_steps + 1,
+        1 if "fragments" in is_open else given.fragments,
+    )
+    shortest = max(math.ceil(shortest * measured.slowness), setting.least_steps)
+    longest = max(INTERVALS[0], local_steps // LEAST_ROUNDS)
+    intervals = [each for each in INTERVALS if shortest <= each <= longest] or [shortest]
+    if not setting.is_timed and "sync_interval" not in is_open:
+        intervals = [given.sync_interval]
+    # Four digits: people copy the number into a command line.
+    return [(each, float(f"{each * measured.step:.4g}")) for each in intervals]
 
 
 def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[float, float]:
@@ -312,9 +378,10 @@ def _cost(setting: AutoSetting, measured: Measurement, settings: SyncSettings) -
         for place, numel in enumerate(numels)
     ]
     interval = settings.sync_interval
+    steps = 0 if setting.is_timed else interval
     return round_cost(
         exchanges,
-        gaps=gaps_of_round(interval * measured.step, settings.fragments, interval),
+        gaps=gaps_of_round(interval * measured.step, settings.fragments, steps),
         depth=setting.depth,
         head_start=settings.delay_steps * measured.step,
         latency=measured.latency,

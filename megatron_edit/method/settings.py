@@ -167,9 +167,9 @@ class Settings:
     )
     auto: bool = _setting(
         False,
-        "choose tau, wire type, fragments, delay and outer settings during the warm-up, from the "
-        "measured speed of the links and of the steps: the least expected loss at which syncs cost "
-        "little time. Flags that are given stay (--edit-strategy edit)",
+        "choose tau (a-edit: tau_time), wire type, fragments, delay and outer settings during the "
+        "warm-up, from the measured speed of the links and of the steps: the least expected loss "
+        "at which syncs cost little time. Flags that are given stay (--edit-strategy edit, a-edit)",
     )
     auto_share: float = _setting(
         0.97,
@@ -193,7 +193,7 @@ class Settings:
         kind=str,
         only=WARMUP_DTYPES,
     )
-    sync_seconds: float = _setting(
+    sync_seconds: float = _preset(
         600.0, "a-edit: tau_time, seconds between two syncs", kind=float, within=_SECONDS
     )
     min_round_steps: int = _setting(

@@ -232,6 +232,8 @@ def record_with_fixed_measurements() -> None:
     SPY_RATES: bytes per second of a rank at the first choice, and later, separated by a comma.
     SPY_DEVIATES: whether the first choice's prediction is left as soon as there are enough syncs,
     and a later one's never.
+    SPY_FACTORS: seconds of a step of each replica, as of the scripted clock; else all have
+    `STEP_SECONDS`.
     """
     import megatron_edit.engine.plan
     import megatron_edit.engine.tuning
@@ -242,17 +244,26 @@ def record_with_fixed_measurements() -> None:
 
     record_all()
     first, later = map(float, os.environ["SPY_RATES"].split(","))
-    measure = tuning.AutoTuner._measure
+    measure, choose = tuning.AutoTuner._measure, tuning.AutoTuner.choose
     rates = iter((first, later))
 
     def measure_constants(self: Any, *measured: float) -> Any:
-        return measure(self, STEP_SECONDS, FORWARD_SECONDS, 0.0)
+        return measure(self, STEP_SECONDS, FORWARD_SECONDS, 0.0, STEP_SECONDS)
+
+    def choose_by_own_steps(self: Any, *args: Any) -> Any:
+        seconds = json.loads(os.environ["SPY_FACTORS"])[self.groups.sync.rank]
+        self.meter.steps[:] = [seconds] * len(self.meter.steps)
+        self.meter.forwards[:] = [FORWARD_SECONDS] * len(self.meter.forwards)
+        return choose(self, *args)
 
     def leaves(choice: Any, exposed: Sequence[float], target: float) -> bool:
         is_first = bool(os.environ.get("SPY_DEVIATES")) and choice.since == WARMUP
         return is_first and len(exposed) == num_judged(choice)
 
-    tuning.AutoTuner._measure = measure_constants
+    if "SPY_FACTORS" in os.environ:
+        tuning.AutoTuner.choose = choose_by_own_steps
+    else:
+        tuning.AutoTuner._measure = measure_constants
     tuning.measure_links = lambda groups: (next(rates), LATENCY)
     tuning._work_per_element = lambda name, numel, groups: 1e-9
     plan.leaves_prediction = leaves

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from megatron_edit.checkpoint.manifest import read_manifest
+from megatron_edit.config import EditConfig
+from megatron_edit.host.checkpoint.loading import changed_settings
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, cached_run, run_edit
 from tests.host.spy_state import WARMUP
-from tests.host.test_resume import assert_continues, assert_same_syncs
+from tests.host.test_resume import assert_continues, assert_same_syncs, facts
 
 HOOK = "tests.host.spy_state:record_with_fixed_measurements"
 AUTO: Flags = {
@@ -120,3 +122,44 @@ def test_resume_keeps_the_choice(tmp_path: Path, name: str, step: int) -> None:
     assert_equal_replicas(resumed)
     assert choices(resumed)[0] == kept
     assert read_manifest(saves / f"iter_{step:07d}").choice == kept
+
+
+# ---- A-EDiT: seconds are chosen
+
+
+STEPS_PER_ROUND = 16  # on average: steps of 0.125 and 0.25 s, rounds of 3 s
+
+
+def train_timed(folder: Path, **flags: Any) -> EditRun:
+    """Train two replicas by scripted clocks on which a step of replica 1 lasts twice as long."""
+    env = {
+        "SPY_RATES": f"{SLOW},{SLOW}", "SPY_HOOKS": "script_clock", "SPY_FACTORS": "[0.125, 0.25]",
+    }  # fmt: skip
+    timed: Flags = {"edit_strategy": "a-edit", "edit_min_round_steps": 0, "num_workers": 0}
+    return run_edit(folder, 2, 2, before=HOOK, env=env, **AUTO | timed | flags)
+
+
+def test_a_edit_chooses_seconds(tmp_path: Path) -> None:
+    """Would catch replicas that choose by their own steps, or do not use what is chosen. The
+    choice is resumed at the first sync, and its delayed units land in the resumed run: it equals
+    the uninterrupted one, bit for bit."""
+    whole = cached_run(train_timed, save_interval=18)
+    (choice,) = choices(whole)
+    settings, measured = choice["settings"], choice["measured"]
+    assert (measured["step"], measured["slowest"]) == (0.1875, 0.25)
+    assert settings["sync_seconds"] == 0.1875 * STEPS_PER_ROUND == 3.0
+    assert 0 < settings["delay_steps"] < 12
+    assert [sync["inner_steps"] for sync in whole.syncs] == [[24, 12], [24, 12], [48, 24]]
+    assert "tau_time 3 s (about 16 steps)" in whole.result.ranks[0].stdout
+    assert_equal_replicas(whole)
+    saves = whole.folder / "saves"
+    kept = read_manifest(saves / "iter_0000038")
+    assert kept.choice == choice and all(replica.pending for replica in kept.replicas)
+    resumed = train_timed(tmp_path, load=saves, ckpt_step=38)
+    assert choices(resumed) == [choice]
+    assert facts(tmp_path, 2) == facts(whole.folder, 2)
+    assert_same_syncs(whole, resumed)
+    assert "settings changed" not in resumed.result.ranks[0].stdout
+    # Without `--edit-auto` the chosen values are those that were used; the steps were none.
+    changes = changed_settings(kept, EditConfig(use_edit=True, strategy="a-edit")) or ""
+    assert "--edit-sync-seconds 3.0 -> 600.0" in changes and "--edit-sync-interval" not in changes

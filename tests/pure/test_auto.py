@@ -17,23 +17,24 @@ from megatron_edit.constants import FP32, INT8, SIGN
 from megatron_edit.engine import EngineSettings
 from megatron_edit.method import auto
 from megatron_edit.method.auto import (
-    AUTO_SETTINGS,
     INTERVALS,
     LEAST_ROUNDS,
     AutoChoice,
     AutoSetting,
     Measurement,
     SyncSettings,
+    auto_settings,
     calibrated,
     choose,
     leaves_prediction,
     predict,
+    with_choice,
 )
 from megatron_edit.method.schedule import LaterSchedule
 from megatron_edit.method.strategy import outer_preset
 
 BYTES = {FP32: 8.0, INT8: 2.0, SIGN: 0.25}  # of an element
-USUAL = SyncSettings(128, FP32, 1, 0, 0.8, 0.85)
+USUAL = SyncSettings(128, FP32, 1, 0, 0.8, 0.85, 128.0)
 LONG = 10_000  # local steps
 
 
@@ -54,6 +55,7 @@ def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: obje
         unit_numels=units,
         payload=lambda numel, wire: math.ceil(BYTES[wire] * numel),
         depth=1,
+        num_replicas=2,
     )
 
 
@@ -74,7 +76,8 @@ def test_fast_link_gets_least_loss() -> None:
     """Everything reaches the target: the shortest interval, no delay, and of equal losses and
     speeds the first: fp32, one fragment."""
     found = chosen(math.inf)
-    assert found.settings == SyncSettings(8, FP32, 1, 0, *outer_preset(8, FP32).values())
+    lr, momentum = outer_preset(8, FP32).values()
+    assert found.settings == SyncSettings(8, FP32, 1, 0, lr, momentum, 8.0)
     assert (found.share, found.exposed, found.since) == (1.0, 0.0, 50)
     assert found.loss == pytest.approx(0.01)
 
@@ -88,14 +91,15 @@ def test_slow_link_gets_least_loss_that_reaches_target() -> None:
     found = chosen(100)
     lr, momentum = outer_preset(8, INT8).values()
     momentum = min(momentum, auto.DELAYED_MOMENTUM)
-    assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum)
+    assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum, 8.0)
     assert found.share == 1.0 and found.loss == pytest.approx(0.021)
 
 
 def test_given_settings_restrict_choice() -> None:
     """Without a delay sign at tau 16 costs 0.04, and int8 needs tau 128 (0.051)."""
     found = chosen(100, delay_steps=0)
-    assert found.settings == SyncSettings(16, SIGN, 1, 0, *outer_preset(16, SIGN).values())
+    lr, momentum = outer_preset(16, SIGN).values()
+    assert found.settings == SyncSettings(16, SIGN, 1, 0, lr, momentum, 16.0)
     assert found.share == pytest.approx(16 / 16.25) and found.exposed == pytest.approx(0.25)
     assert found.loss == pytest.approx(0.04)
     assert chosen(100, delay_steps=0, sync_dtype=INT8).settings.sync_interval == 128
@@ -199,6 +203,84 @@ def test_wait_is_that_of_steps_or_of_their_sum() -> None:
     assert auto.mean_wait([[1, 3, 1, 3], [3, 1, 3, 1]]) == pytest.approx(1)
     assert auto.mean_wait([[1, 1, 1, 1], [3, 3, 3, 3]]) == pytest.approx(2)
     assert auto.mean_wait([[1, 5, 2]]) == 0.0 and auto.mean_wait([[], []]) == 0.0
+
+
+# ---- rounds that the clock ends
+
+
+def timed(**given: object) -> AutoSetting:
+    """A-EDiT with two replicas, whose rounds may be of any length."""
+    values = {"strategy": "a-edit", "min_round_steps": 0} | given
+    return setting(**values)  # type: ignore[arg-type]
+
+
+def test_seconds_follow_from_steps_of_median_replica() -> None:
+    """The link of `test_slow_link_gets_least_loss_that_reaches_target`, with steps of 1.5 s: an
+    exchange of 2 s in int8 needs two steps of delay, and rounds of 8 steps last 12 s."""
+    at = dataclasses.replace(measured(100), step=1.5, slowest=2.0)
+    found = choose(timed(), at, 50, LONG)
+    assert found.is_timed and found.settings == SyncSettings(8, INT8, 1, 2, 0.9, 0.6, 12.0)
+    assert found.loss == pytest.approx(0.021)  # that of edit with 8 steps
+    used = with_choice(timed().given, found)
+    assert (used.sync_seconds, used.sync_interval, used.delay_steps) == (12.0, 128, 2)
+    assert found.lines()[0].startswith("--edit-auto after step 50: tau_time 12 s (about 8 steps), ")
+
+
+def test_given_seconds_stay() -> None:
+    """4.4 s are about 4 steps, and so is their loss."""
+    found = choose(timed(sync_seconds=4.4), measured(math.inf), 50, LONG)
+    assert (found.settings.sync_seconds, found.settings.sync_interval) == (4.4, 4)
+    assert found.loss == auto.interval_loss(4)
+    assert choose(timed(sync_seconds=0.2), measured(100), 50, LONG).settings.sync_interval == 1
+
+
+def test_slowest_replica_makes_more_steps_than_delay_and_fragments() -> None:
+    """A delay counts a replica's own steps, and a part without a step has weight 0. The slowest of
+    them makes 2 steps in rounds of 8, so a delay of 2, as above, is too long for it."""
+    at = dataclasses.replace(measured(100), slowest=4.0)
+    tried = list(auto._candidates(timed(units=(9,) * 12), at, LONG))
+    assert {max(s.delay_steps, s.fragments - 1) for s in tried if s.sync_interval == 8} == {0, 1}
+    assert all(s.delay_steps < s.sync_interval / 4 for s in tried)
+    delayed = choose(timed(delay_steps=5), at, 50, LONG).settings
+    assert delayed.delay_steps == 5 and delayed.sync_interval >= 4 * 6
+    slow = dataclasses.replace(measured(math.inf), slowest=30.0)
+    assert choose(timed(), slow, 50, LONG).settings.sync_interval == 32
+
+
+def test_rounds_are_long_enough_not_to_be_extended() -> None:
+    """100 steps of two replicas are 50 each, and a quarter to spare makes 63."""
+    for local_steps in (LONG, 0):
+        found = choose(timed(min_round_steps=100), measured(math.inf), 50, local_steps)
+        assert found.settings.sync_interval == (64 if local_steps else 63)
+    four = dataclasses.replace(timed(min_round_steps=100), num_replicas=4)
+    assert choose(four, measured(math.inf), 50, LONG).settings.sync_interval == 32
+
+
+def test_replicas_at_own_speeds_wait_for_half_a_step_at_most() -> None:
+    """After 16 steps they would wait for 4 x 0.1 s, but for 1 s after 100: then they make further
+    steps. Each of four fragments has a meeting."""
+    at = dataclasses.replace(measured(math.inf), wait=0.1)
+    for steps, fragments, waits in ((16, 1, 0.4), (100, 1, 0.5), (64, 4, 4 * 0.4)):
+        used = dataclasses.replace(USUAL, sync_interval=steps, fragments=fragments)
+        found = predict(timed(units=(1,) * 4), at, used, 0)
+        assert found.share == pytest.approx(steps / (steps + waits))
+
+
+def test_fragments_meet_in_equal_times() -> None:
+    """Three fragments of 2.6 s in a round of 8 s, and a delay of 3 s: the link carries each before
+    the next one starts. Started by steps they have 2, 3 and 3 s: the second one waits 0.6 s for the
+    link and is 0.2 s late."""
+    used = dataclasses.replace(USUAL, sync_interval=8, fragments=3, delay_steps=3)
+    at, units = measured(800 / 2.6), (100,) * 3
+    assert predict(timed(units=units), at, used, 0).exposed == 0.0
+    assert predict(setting(units=units), at, used, 0).exposed == pytest.approx(0.2 / 3)
+
+
+def test_choice_of_older_version_has_seconds() -> None:
+    """Catches a checkpoint of `edit` that cannot be resumed, or with `a-edit` only without them."""
+    record = chosen(100).as_json()
+    del record["settings"]["sync_seconds"], record["measured"]["slowest"], record["is_timed"]
+    assert AutoChoice.from_json(record).settings.sync_seconds == 8.0
 
 
 # ---- leaving a prediction
@@ -310,8 +392,8 @@ def test_engine_settings_follow_choice() -> None:
     )
     usual = EngineSettings(config, True, 1000, 5000)
     assert usual.used is config and usual.wire == Wire.of(FP32)
-    assert config.open_settings == tuple(name for name in AUTO_SETTINGS if name != "outer_lr")
-    chosen_settings = SyncSettings(32, INT8, 4, 2, 0.5, 0.7)
+    assert config.open_settings == tuple(n for n in auto_settings("edit") if n != "outer_lr")
+    chosen_settings = SyncSettings(32, INT8, 4, 2, 0.5, 0.7, 32.0)
     choice = AutoChoice(chosen_settings, 0.98, 0.1, 0.02, 1500, measured(100))
     found = dataclasses.replace(usual, choice=choice)
     assert found.schedule == LaterSchedule(1000, 32, 4, 1500)

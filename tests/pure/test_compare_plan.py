@@ -179,13 +179,13 @@ def test_impossible_instances_are_refused(
     assert complaint in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_only_edit_gets_the_flags_of_auto() -> None:
+def test_only_edit_and_a_edit_get_the_flags_of_auto() -> None:
     """Catches `ddp`, `ideal` and other strategies that are refused because of a common flag."""
     auto = (flag("auto"), flag("auto_share"), "0.9", flag("warmup_steps"), "20")
-    runs = plan("ddp,edit,diloco", setting=replace(SETTING, flags=(*SETTING.flags, *auto)),
+    runs = plan("ddp,edit,a-edit,diloco", setting=replace(SETTING, flags=(*SETTING.flags, *auto)),
                 with_ideal=True)  # fmt: skip
     chooses = {run.entry.name for run in runs if config_from_argv(run.words).auto}
-    assert chooses == {"edit"}
+    assert chooses == {"edit", "a-edit"}
 
 
 def test_new_defaults_invalidate_stored_results() -> None:

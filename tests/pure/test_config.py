@@ -14,7 +14,7 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig, add_arguments, phase_warning
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, endpoint_text, flag, parse_endpoint, preset_of
-from megatron_edit.method.auto import AUTO_SETTINGS
+from megatron_edit.method.auto import auto_settings
 from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
@@ -45,6 +45,7 @@ EVERYTHING = (
     "--edit-sync-interval 64 --edit-sync-dtype int8 --edit-fragments 1 --edit-delay-steps 0 "
     "--edit-outer-lr 0.8 --edit-outer-momentum 0.85"
 )
+TIMED_EVERYTHING = EVERYTHING.replace("--edit-sync-interval", "--edit-sync-seconds")
 
 BAD = [
     "--edit-sync-interval 0",
@@ -135,7 +136,9 @@ BAD = [
     "--edit-auto --edit-auto-share 0",
     "--edit-auto --edit-auto-share 1",
     "--edit-auto --edit-strategy diloco",
-    "--edit-auto --edit-strategy a-edit",
+    "--edit-auto --edit-strategy a-edit --edit-sync-interval 64",
+    f"--edit-auto --edit-strategy a-edit {TIMED_EVERYTHING}",
+    "--edit-auto --edit-sync-seconds 60",
     "--edit-auto --edit-strategy ddp",
     "--edit-auto --edit-hub localhost:29400 --edit-nominal-replicas 2",
     "--edit-auto --edit-interval qsr --edit-qsr-a 0.01",
@@ -202,14 +205,15 @@ def test_every_number_has_bounds() -> None:
 
 def test_given_flags_are_not_chosen() -> None:
     """Catches a flag that `--edit-auto` overrides, also one that is given its usual value."""
-    words = ["--use-edit", "--edit-auto"]
-    assert config_from_argv(words).open_settings == AUTO_SETTINGS
     assert config_from_argv(["--use-edit"]).open_settings == ()
-    for group in EVERYTHING.split(" --"):
-        name, value = group.removeprefix("--").split()
-        left = config_from_argv([*words, f"--{name}", value]).open_settings
-        expected = [other for other in AUTO_SETTINGS if flag(other) != f"--{name}"]
-        assert list(left) == expected, name
+    for strategy, everything in (("edit", EVERYTHING), ("a-edit", TIMED_EVERYTHING)):
+        words = ["--use-edit", "--edit-auto", "--edit-strategy", strategy]
+        names = auto_settings(strategy)
+        assert config_from_argv(words).open_settings == names and len(names) == 6
+        for group in everything.split(" --"):
+            name, value = group.removeprefix("--").split()
+            left = config_from_argv([*words, f"--{name}", value]).open_settings
+            assert list(left) == [other for other in names if flag(other) != f"--{name}"], name
 
 
 def test_muon_keeps_its_outer_settings() -> None:

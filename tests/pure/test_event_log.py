@@ -110,7 +110,7 @@ def test_only_replica_0_writes_run_json(tmp_path: Path) -> None:
 
 def choice_of(interval: int, dtype: str = "int8", delay: int = 2) -> AutoChoice:
     """A choice of `--edit-auto`."""
-    settings = SyncSettings(interval, dtype, 4, delay, 0.8, 0.7)
+    settings = SyncSettings(interval, dtype, 4, delay, 0.8, 0.7, float(interval))
     return AutoChoice(settings, 0.98, 0.01, 0.03, 20, Measurement(1.0, 0.1, 1e6, 1e-3, {dtype: 0}))
 
 
@@ -162,6 +162,11 @@ def test_monitor_shows_chosen_settings(tmp_path: Path) -> None:
         "--edit-auto)"
     )
     assert "raise --edit-sync-interval" in shorten_sync(facts)
+    # A-EDiT: the seconds are chosen, and the steps are only expected.
+    content["config"] |= {"strategy": "a-edit"}
+    facts = Facts.of(json.dumps(content))
+    assert (facts.sync_interval, facts.config["sync_seconds"]) == (128, 64.0)
+    assert "raise --edit-sync-seconds" in shorten_sync(facts)
 
 
 def test_replaced_run_json_restarts_monitor(tmp_path: Path) -> None:

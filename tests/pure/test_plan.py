@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import SYNC_DTYPES
+from megatron_edit.method.auto import auto_settings
 from megatron_edit.method.cost import WORK_BEFORE_EXCHANGE, UnitExchange, exposed_seconds
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
@@ -366,16 +367,22 @@ def test_exchange_overlaps_only_the_first_micro_batch() -> None:
 def test_suggested_settings_are_those_that_edit_auto_chooses() -> None:
     """The plan with the suggested flags has the speed that the suggestion names. Given settings do
     not restrict it; strategies for which nothing is chosen, and elastic runs, get none."""
-    given = ("--use-edit", "--edit-sync-interval", "256", "--edit-sync-dtype", "bf16")
-    for rate in (1e12, 1e10, 1e9):
+    for rate, name, length in (
+        (1e12, "edit", "--edit-sync-interval"),
+        (1e10, "edit", "--edit-sync-interval"),
+        (1e9, "edit", "--edit-sync-interval"),
+        (1e9, "a-edit", "--edit-sync-seconds"),
+    ):
+        strategy = ("--use-edit", "--edit-strategy", name)
+        given = (*strategy, length, "256", "--edit-sync-dtype", "bf16")
         job = job_of("llama_7b", 8, *given)
-        found = {a.subject: a for a in advise(job, "edit", at(rate), None)}["settings"]
-        auto = make_plan(job_of("llama_7b", 8, "--use-edit", "--edit-auto"), at(rate), ["edit"])
+        found = {a.subject: a for a in advise(job, name, at(rate), None)}["settings"]
+        auto = make_plan(job_of("llama_7b", 8, *strategy, "--edit-auto"), at(rate), [name])
         choice = auto.rows[0].choice
         assert choice is not None and f"{choice.share:.1%} of the ideal speed" in found.text
-        better = job_of("llama_7b", 8, *given, *str(found.value).split()).config("edit")
-        chosen = dataclasses.asdict(choice.settings)
-        assert {name: getattr(better, name) for name in chosen} == chosen
+        better = job_of("llama_7b", 8, *given, *str(found.value).split()).config(name)
+        chosen = {each: getattr(choice.settings, each) for each in auto_settings(name)}
+        assert {each: getattr(better, each) for each in chosen} == chosen
     assert "settings" not in {a.subject for a in advise(job, "co2", at(1e9), None)}
     hub = ("--edit-hub", "h:1", "--edit-replica-name", "a", "--edit-nominal-replicas", "8")
     elastic = job_of("llama_7b", 8, "--use-edit", *hub)

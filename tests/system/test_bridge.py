@@ -158,6 +158,36 @@ def test_resume_in_a_round_equals_the_uninterrupted_run(edit: Path, tmp_path: Pa
         assert resumed == {step: whole[step] for step in range(5, STEPS + 1)}
 
 
+def choices(out: Path) -> list[dict[str, Any]]:
+    """Return the choices of `auto` in `run.json`."""
+    found: list[dict[str, Any]] = json.loads((out / "log" / "run.json").read_text())["choices"]
+    return found
+
+
+def test_automatic_settings_are_used_and_resumed(tmp_path: Path) -> None:
+    """Would catch replicas that choose differently, and a choice that is not used, not saved, or
+    made again on resume. The resumed run equals the uninterrupted one, bit for bit."""
+    # With one fragment, three syncs are too few to choose again.
+    settings = {"auto": True, "sync_interval": None, "warmup_steps": 20, "fragments": 1}
+    steps, middle = 40, 24
+    config = {"train.train_iters": steps, "checkpoint.save_interval": 12}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    shown = train(whole, edit_run(whole, settings, {**config, "checkpoint.save": str(whole / "s")}))
+    load = {"checkpoint.load": str(whole / "s"), "checkpoint.ckpt_step": middle}
+    train(resumed, edit_run(resumed, settings, config | load))
+    (choice,) = choices(whole)
+    assert choices(resumed) == [choice] and choice["since"] == 20
+    assert "--edit-auto after step 20: tau 8, " in shown
+    assert digests(whole, 0) == digests(whole, 1) and set(digests(whole, 0)) == {1, 2, 3}
+    for rank in (0, 1):
+        expected = hashes(whole, rank)
+        assert set(expected) == set(range(1, steps + 1))
+        assert hashes(resumed, rank) == {s: expected[s] for s in range(middle + 1, steps + 1)}
+    landed = 28 + choice["settings"]["delay_steps"]
+    is_equal = hashes(whole, 0)[landed] == hashes(whole, 1)[landed]
+    assert is_equal == (landed == 28)
+
+
 def test_resume_is_refused_with_other_settings(edit: Path, tmp_path: Path) -> None:
     """Would catch a resume that is silently wrong."""
     load = {"checkpoint.load": str(edit / "save")}

@@ -57,6 +57,7 @@ from megatron_edit.host.checkpoint.replica_local import (
 )
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
+from megatron_edit.method.auto import auto_settings
 from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.loss_check import LossHistory
 from megatron_edit.method.strategy import STRATEGIES
@@ -467,7 +468,8 @@ def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
     """
     before = {"strategy": manifest.strategy, "sync_dtype": manifest.wire, **manifest.settings}
     if manifest.choice is not None and not config.auto:
-        before |= manifest.choice["settings"]
+        chosen = manifest.choice["settings"]
+        before |= {n: chosen[n] for n in auto_settings(manifest.strategy) if n in chosen}
     now = training_settings(config)
     changes = [
         f"{flag(name)} {format_value(value)} -> {format_value(now[name])}"

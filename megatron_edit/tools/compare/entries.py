@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_edit.constants import DEFAULT_STRATEGY
+from megatron_edit.constants import AUTO_STRATEGIES
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
@@ -87,7 +87,7 @@ class Entry:
             unused = _ROUND_FLAGS | _TIMED_FLAGS | _SYNC_FLAGS
         elif self.name == IDEAL:
             unused = unused | _SYNC_FLAGS  # fragments would sync within its endless round
-        if self.name != DEFAULT_STRATEGY:  # nothing is chosen for other strategies, nor for `ideal`
+        if self.name not in AUTO_STRATEGIES:  # nothing is chosen for others, nor for `ideal`
             unused = unused | _AUTO_FLAGS
         unused = unused.union(map(flag, rule.fixed_settings))
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]

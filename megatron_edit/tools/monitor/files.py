@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_edit.constants import FIXED, REPLICA_NAME
 from megatron_edit.errors import UsageError, to_one_line
+from megatron_edit.method.auto import auto_settings
 from megatron_edit.method.strategy import STRATEGIES, Strategy
 from megatron_edit.observe.line_files import (
     LineReader,
@@ -163,9 +164,12 @@ class Facts:
     @classmethod
     def _of_record(cls, found: Mapping[str, Any]) -> Facts:
         topology, sizes, choices = found["topology"], found["training"], found.get("choices", [])
-        config = {**found["config"], **(choices[-1]["settings"] if choices else {})}
+        config = dict(found["config"])
         if (name := config["strategy"]) not in STRATEGIES:
             raise ValueError(f"unknown strategy {name}")
+        if choices:
+            chosen = choices[-1]["settings"]
+            config |= {each: chosen[each] for each in auto_settings(name) if each in chosen}
         strategy = STRATEGIES[name]
         segment = found.get("segment")
         point = segment and segment["resumed_from"]

@@ -229,6 +229,7 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         unit_numels=numels,
         payload=lambda numel, wire: shard_bytes(job, config, wire, numel),
         depth=config.prefetch_units if lands_in_forward(job, config) else 1,
+        num_replicas=job.mesh.num_replicas,
     )
     local_steps = LEAST_ROUNDS * INTERVALS[-1]
     if job.num_iterations is not None:
@@ -306,7 +307,7 @@ def _settings(job: Job, config: EditConfig, setting: TimingSetting) -> Advice | 
     flags = " ".join(
         f"{flag(name)} {value}"
         for name, value in asdict(choice.settings).items()
-        if value != getattr(config, name)
+        if name in free.open_settings and value != getattr(config, name)
     )
     text = (
         f"{flags or 'the given ones'}\n  {choice.share:.1%} of the ideal speed, and an expected "
