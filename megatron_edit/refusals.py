@@ -353,10 +353,9 @@ HUB_ROWS = (
       for name in ("replica_name", "nominal_replicas", "min_replicas", "hub_token_file")),
     *(Refusal(HUB, is_(name, None), f"also needs {flag_of(name)}", f"add {flag_of(name)}")
       for name in ("edit_replica_name", "edit_nominal_replicas")),
-    *(Refusal(is_not(name, None), HUB,
-              "with a hub each replica has a launch of its own, and the hub numbers them",
-              "start one launch per replica, with --edit-replica-name, and drop the flag")
-      for name in ("edit_num_replicas", "edit_replica_id", "edit_rendezvous")),
+    Refusal(is_not("edit_num_replicas", None), HUB,
+            "with a hub each replica has a launch of its own, and the hub numbers them",
+            "start one launch per replica, with --edit-replica-name, and drop the flag"),
     Refusal(_at_least("edit_min_replicas", "edit_nominal_replicas", -1), HUB,
             "must be at most --edit-nominal-replicas {edit_nominal_replicas}",
             "give a smaller value"),

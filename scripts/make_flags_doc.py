@@ -12,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from count_pairs import counts, matrix
 from generated_page import REPOSITORY, write_or_check
 from script_errors import exit_code_of
 
@@ -46,6 +48,17 @@ REFUSED = """
 
 With exit code 2, before training, by the launch and by `megatron-edit check`. Settings with
 the same reason share a row.
+"""
+PAIRS = """
+## Pairs of modes
+
+Who commits a round, when it lands, what is exchanged, fragments, the final phase, strategies, inner
+optimizers and `--edit-auto`: each two values with the default of everything else, through the
+checks of a start (`python scripts/count_pairs.py`). Of {all} pairs {accepted} are accepted and
+{refused} are refused; 57 were at commit 90703b6b.
+
+| refused | with | why |
+|---|---|---|
 """
 REFUSED_HEAD = "| given | cannot be used with | why | what to do |\n|---|---|---|---|\n"
 
@@ -94,6 +107,22 @@ def refused_lines() -> Iterator[str]:
             yield f"| {given} | {' | '.join(map(as_text, cells))} |\n"
 
 
+def pair_lines() -> Iterator[str]:
+    """Yield the counts of pairs of modes, and the refused pairs by their reason."""
+    found = matrix()
+    accepted, refused = counts(found)
+    yield PAIRS.format(all=len(found), accepted=accepted, refused=refused)
+    seconds: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for ((_, first), (_, second)), row in found.items():
+        if row is not None:
+            seconds[as_text(row.rule), first].append(second)
+    firsts: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for (rule, first), same in seconds.items():
+        firsts[rule, ", ".join(same)].append(first)
+    for (rule, others), same in firsts.items():
+        yield f"| {', '.join(same)} | {others} | {rule} |\n"
+
+
 def as_text(message: str) -> str:
     """Return a part of an error message without places for values."""
     return re.sub(r" ?\{\w+\}", "", message)
@@ -101,7 +130,7 @@ def as_text(message: str) -> str:
 
 def page() -> str:
     """Return the page."""
-    return "".join((HEAD, *table_lines(), REFUSED, *refused_lines()))
+    return "".join((HEAD, *table_lines(), REFUSED, *refused_lines(), *pair_lines()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
