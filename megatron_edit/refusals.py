@@ -40,7 +40,7 @@ from megatron_edit.method.settings import Settings
 from megatron_edit.method.strategy import STRATEGIES
 
 # Settings without effect: with timed strategies, with an endless warm-up, without a penalty.
-STEP_COUNT_SETTINGS = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
+STEP_COUNT_SETTINGS = ("sync_interval", "interval", "qsr_a", "stl_stages")
 SYNC_SETTINGS = (
     "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
     "final_sync_fraction",

@@ -24,7 +24,7 @@ class ResumingRun:
         is_timed: whether rounds are timed (A-EDiT).
         batch: samples of one step of all replicas.
         chunk: samples of one micro-batch of a replica.
-        target: samples of the complete training.
+        target: samples of the training, before a final synchronous phase.
     """
 
     num_replicas: int
@@ -85,6 +85,11 @@ def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> Resu
             samples than this run is to train.
     """
     order = SampleOrder(manifest.order_start, manifest.displaced)
+    if run.is_timed and not manifest.is_warmup and manifest.samples > run.target:
+        raise ValueError(
+            f"its replicas have consumed {manifest.samples} samples, and the rounds of this run "
+            f"end at {run.target}"
+        )
     if _can_continue(manifest, run):
         assignment = _continued_assignment(manifest, run, order)
         if assignment is not None or not run.is_timed:

@@ -141,7 +141,10 @@ class EditEngine:
         Returns:
             Whether training goes on: no replica stops at the meeting.
         """
-        if self.state.is_waiting or (self.elastic is not None and self.elastic.is_joining):
+        # This run may begin the final phase where the rounds of the checkpoint would have gone on.
+        is_over = self._trigger.is_over and self.settings.has_final_phase
+        is_joining = self.elastic is not None and self.elastic.is_joining
+        if self.state.is_waiting or is_joining or (is_over and not self.status.is_final_phase):
             self.state.is_waiting = False
             with self._context():
                 if self.elastic is not None:
@@ -479,6 +482,8 @@ class EditEngine:
         self.syncs.land_all()
         begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
         self.host.set_local_training(False)
+        if self.settings.assigns_blocks:
+            self.state.count_from(self.host.end_local())
         self._enter_final_phase()
 
     def _enter_final_phase(self) -> None:
@@ -511,7 +516,7 @@ class EditEngine:
         is_stopped = self.state.has_replica_stopped
         is_ending = self.elastic is not None and self.elastic.is_ending
         self.state.is_stopping, self.state.is_waiting = is_stopped or is_ending, is_stopped
-        if meeting.ends_rounds and not is_stopped:
+        if self._trigger.ends_rounds and not is_stopped:
             self._end_rounds()
         elif meeting.chooses_again and not is_stopped:
             self._choose()

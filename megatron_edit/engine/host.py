@@ -166,6 +166,14 @@ class Host(Protocol):
             is_over: whether all samples have been consumed already.
         """
 
+    def end_local(self) -> int:
+        """End training at this replica's own speed, before the final synchronous phase: from now on
+        all replicas count the same steps and samples.
+
+        Returns:
+            s, the steps that consume as many samples if all replicas make the same ones.
+        """
+
     def samples_of(self, blocks: int) -> int:
         """Samples that all replicas have consumed once so many blocks are consumed."""
 

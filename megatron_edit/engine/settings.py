@@ -23,9 +23,10 @@ class EngineSettings:
     Attributes:
         given: the settings of the run, before a choice of `--edit-auto`.
         overlap: whether units land in the forward pass, where the host supports it.
-        target_blocks: steps of all replicas together in the whole training.
+        target_blocks: steps of all replicas together, before a final synchronous phase.
         last_local_step: last step before the final synchronous phase, or of the training.
         choice: what `--edit-auto` has chosen; None before that, and where it is not used.
+        has_final_phase: whether `target_blocks` are followed by a final synchronous phase.
     """
 
     given: Settings
@@ -33,6 +34,7 @@ class EngineSettings:
     target_blocks: int
     last_local_step: int
     choice: AutoChoice | None = None
+    has_final_phase: bool = False
 
     @cached_property
     def used(self) -> Settings:

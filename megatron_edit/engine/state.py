@@ -399,6 +399,10 @@ class RunState:
         self.assignment_epoch += 1
         self.round_start = self.step
 
+    def count_from(self, step: int) -> None:
+        """Count the steps from `step` on, the same on all replicas, where the rounds have ended."""
+        self.step = self.round_start = step
+
     def record(self, progress: Progress, **rest: Any) -> ControlRecord:
         """The control record of this replica now.
 

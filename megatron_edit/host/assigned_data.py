@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,27 +63,32 @@ class AssignedSampler:
 
 @dataclass
 class AssignedLoader:
-    """A data loader that restarts at each new assignment.
+    """A data loader that restarts at each new assignment, and at a final synchronous phase.
 
     Prefetched batches of the previous assignment may now be assigned to other replicas.
 
     Attributes:
         loader: data loader with an `AssignedSampler`.
+        load_rest: creates the loader of the final phase, which reads the samples that remain.
     """
 
     loader: DataLoader[object]
     engine: EditEngine
+    load_rest: Callable[[], DataLoader[object]]
 
     def __iter__(self) -> Iterator[object]:
-        """Yield the micro-batches of each round."""
-        while True:
-            epoch = self.engine.status.assignment_epoch
+        """Yield the micro-batches of each round, then those of the final phase."""
+        status = self.engine.status
+        while not status.is_final_phase:
+            epoch = status.assignment_epoch
             for batch in self.loader:
                 yield batch
-                if epoch != self.engine.status.assignment_epoch:
+                if epoch != status.assignment_epoch:
                     break
             else:
-                return  # a replica without blocks joins the meeting and reads no more batches
+                if not status.is_final_phase:
+                    return  # a replica without blocks joins the meeting and reads no more batches
+        yield from self.load_rest()
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,8 @@ def assigned_loader(
     from megatron.core.datasets.utils import Split
 
     loader = call.proceed()
-    is_assigned, order = engine.status.assignment is not None, host.counters.order
+    status, order = engine.status, host.counters.order
+    is_assigned = status.assignment is not None and not status.is_final_phase
     if loader is None or not (is_assigned or call.arguments["consumed_samples"] < order.end):
         return loader
     dataset = call.arguments["dataset"]
@@ -137,10 +143,17 @@ def assigned_loader(
         return loader
     if not is_assigned:
         return with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
+
+    def load_rest() -> DataLoader[object]:
+        call.arguments["consumed_samples"] = host.arguments.consumed_train_samples
+        rest = call.proceed()
+        assert rest is not None, "a data set without a loader"
+        return with_sampler(rest, ReorderedSampler(rest.batch_sampler, order))
+
     is_counted = engine.settings.assigns_blocks and not engine.settings.is_timed
     share = _share_of(host.arguments, num_replicas if is_counted else 1)
     sampler = AssignedSampler(engine, share, order)
-    return AssignedLoader(with_sampler(loader, sampler), engine)
+    return AssignedLoader(with_sampler(loader, sampler), engine, load_rest)
 
 
 def split_of(dataset: object) -> object:

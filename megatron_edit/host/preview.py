@@ -107,12 +107,10 @@ def _check_resume(
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
     iterations = num_iterations(args)
-    run = resuming_run(
-        config, config.nominal_replicas or config.num_replicas or 1, args, iterations
-    )
-    plan = checked_plan(path, manifest, run, config.warmup_steps)
     last = last_local(iterations, config.final_sync_fraction)
-    settings = EngineSettings(config, sync_mode == OVERLAP, iterations * run.num_replicas, last)
+    run = resuming_run(config, config.nominal_replicas or config.num_replicas or 1, args, last)
+    plan = checked_plan(path, manifest, run, config.warmup_steps)
+    settings = EngineSettings(config, sync_mode == OVERLAP, last * run.num_replicas, last)
     check_schedule(path, manifest, plan, settings.schedule)
     check_samples(path, plan, args)
     check_pending(path, manifest, plan, settings)

@@ -327,6 +327,7 @@ class TrainingLoop:
                 mode == OVERLAP,
                 host.counters.target_blocks,
                 host.counters.last_local_step,
+                has_final_phase=host.counters.has_final_phase,
             ),
             host,
             groups,

@@ -187,6 +187,9 @@ class ToyHost:
     def create_moments(self) -> None:
         pass
 
+    def end_local(self) -> int:
+        return self.ended_rounds[-1][0]
+
     def samples_of(self, blocks: int) -> int:
         return blocks
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pkgutil import resolve_name
 from threading import Timer
@@ -218,16 +218,19 @@ def pause_replica_1() -> None:
 
 def record_consumed() -> None:
     """Write the sample indices that this rank's training consumed, by step."""
-    from megatron_edit.host.assigned_data import AssignedLoader, AssignedSampler
+    from megatron_edit.host.assigned_data import AssignedLoader, AssignedSampler, ReorderedSampler
 
     rank, waiting, consumed = os.environ["RANK"], deque[list[int]](), list[list[int]]()
-    sample, load = AssignedSampler.__iter__, AssignedLoader.__iter__
+    load = AssignedLoader.__iter__
 
-    def spied_sampler(self: AssignedSampler) -> Iterator[list[int]]:
-        waiting.clear()  # batches that were read ahead and never delivered
-        for indices in sample(self):
-            waiting.append(indices)
-            yield indices
+    def spied(sample: Callable[[Any], Iterator[list[int]]]) -> Any:
+        def sampled(self: Any) -> Iterator[list[int]]:
+            waiting.clear()  # batches that were read ahead and never delivered
+            for indices in sample(self):
+                waiting.append(indices)
+                yield indices
+
+        return sampled
 
     def spied_loader(self: AssignedLoader) -> Iterator[Any]:
         for batch in load(self):
@@ -235,7 +238,8 @@ def record_consumed() -> None:
             (out_dir() / f"consumed-{rank}.json").write_text(json.dumps(consumed))
             yield batch
 
-    AssignedSampler.__iter__ = spied_sampler  # type: ignore[method-assign]
+    for sampler in (AssignedSampler, ReorderedSampler):  # of the rounds, of the final phase
+        sampler.__iter__ = spied(sampler.__iter__)  # type: ignore[method-assign]
     AssignedLoader.__iter__ = spied_loader  # type: ignore[method-assign]
 
 

@@ -279,7 +279,16 @@ def test_mean_round_loss_ignores_nonfinite_losses() -> None:
         ({"final_sync_fraction": 1.5}, "at least 0 and at most 1"),
         ({"final_sync_fraction": -0.1}, "at least 0 and at most 1"),
         ({"final_sync_fraction": math.nan}, "at least 0 and at most 1"),
-        ({"final_sync_fraction": 0.1, "strategy": "a-edit"}, "no effect with"),
+        (
+            {
+                "final_sync_fraction": 0.1,
+                "strategy": "a-edit",
+                "hub": "h:1",
+                "replica_name": "a",
+                "nominal_replicas": 2,
+            },
+            "not elastic yet",
+        ),
         ({"final_sync_fraction": 0.1, "strategy": "ddp"}, "no effect with"),
         ({"interval": "adacomm", "strategy": "a-edit"}, "no effect with"),
         ({"stl_stages": 4}, "no effect without --edit-interval stl"),

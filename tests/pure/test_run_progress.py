@@ -34,14 +34,16 @@ class Run:
         loop = LoopControl(self.args, anything(num_steps=0))
         loop.override_intervals(2 * BATCH, is_over=False)
         status = anything(
-            was_warmup_step=False, steps_of_others=2, records=(), assignment=anything(target=target)
-        )
+            was_warmup_step=False, is_final_phase=False, steps_of_others=2, records=(),
+            assignment=anything(target=target),
+        )  # fmt: skip
         self.engine = anything(
             settings=anything(assigns_blocks=True, is_timed=True), status=status, elastic=None
         )
         self.counters = anything(
             loop=loop, samples=2 * STEP, samples_per_step=STEP, samples_at_start=(0, 0),
-            order=SampleOrder(start), iteration=2, with_consumed_samples=nullcontext,
+            order=SampleOrder(start), iteration=2, last_local_iteration=10,
+            with_consumed_samples=nullcontext,
         )  # fmt: skip
         self.host = anything(arguments=self.args, counters=self.counters)
         self.progress = RunProgress(self.engine, self.host, 0, 2)
@@ -84,6 +86,17 @@ def test_progress_reaches_the_end_without_a_partial_block() -> None:
     assert run.progress.iteration_at(17 + 15 * STEP) == 10  # 77 of 80
     assert run.progress.iteration_at(100) == 12  # beyond the target
     assert run.progress.iteration_at(0) == 1  # Megatron treats 0 as no iteration
+
+
+def test_progress_counts_common_steps_in_the_final_phase() -> None:
+    """The phase begins after 44 samples, of which this replica counts half. Catches samples that
+    were reported in the rounds: the other replica had made more steps than this one."""
+    run = Run()
+    assert run.step(reported=7) == (5, 40)
+    run.engine.status.is_final_phase = True
+    run.counters.samples, run.counters.samples_at_start = 22, (22, 22)
+    assert (run.progress.iteration, run.progress.samples) == (6, 44)
+    assert run.step(reported=8) == (7, 52)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -218,15 +218,14 @@ def test_all_fragments_sync_after_the_last_step() -> None:
     assert [meeting and meeting.selection.indices for meeting in meetings] == [
         None, None, (1,), None, (0,)
     ]  # fmt: skip
-    assert not any(meeting and (meeting.is_last or meeting.ends_rounds) for meeting in meetings)
+    assert not any(meeting and meeting.is_last for meeting in meetings) and not trigger.ends_rounds
     progress.is_last_step = True
     last = trigger.meeting_after(9, is_requested=False)
-    assert (
-        last is not None and last.selection.has_all_units and last.is_last and not last.ends_rounds
-    )
+    assert last is not None and last.selection.has_all_units and last.is_last
+    assert not trigger.ends_rounds
     progress.begins_final_phase = True
     last = trigger.meeting_after(9, is_requested=False)
-    assert last is not None and last.is_last and last.ends_rounds
+    assert last is not None and last.is_last and trigger.ends_rounds
 
 
 def test_round_ends_with_the_last_assigned_block() -> None:
@@ -318,6 +317,19 @@ def test_ledger_is_exhausted_where_loaded_steps_reach_the_target() -> None:
     trigger.begin_warmup()
     assert trigger.assignment == BlockAssignment(2, 120, 120) and trigger.is_over
     assert state.inner_steps == 0 and state.assignment_epoch == 2
+
+
+@pytest.mark.parametrize("has_final_phase", [False, True])
+def test_final_phase_follows_the_last_block(has_final_phase: bool) -> None:
+    """Not before, and not where the training ends with it."""
+    state = run_state(TimeTrigger(10.0, PhaseClock()), BlockAssignment(2, 9))
+    settings = replace(settings_of(9, strategy="a-edit"), has_final_phase=has_final_phase)
+    trigger = ClockTrigger(fragments_of(1), settings, anything(), state)
+    assert not trigger.ends_rounds
+    state.rounds = replace(state.rounds, assignment=BlockAssignment(2, 9, 9))
+    assert trigger.ends_rounds is has_final_phase
+    state.count_from(5)
+    assert (state.step, state.inner_steps) == (5, 0)
 
 
 # ---- properties of the pure function

@@ -193,7 +193,7 @@ class Outcomes:
             self.host.end_round(
                 samples,
                 num_replicas=len(plan.records),
-                is_over=self.trigger.is_over,
+                is_over=self.trigger.is_over and not self.settings.has_final_phase,
                 next_meeting_without_step=plan.next_meeting_without_step,
             )
         elif plan.after.assignment is None:

@@ -24,13 +24,11 @@ class MeetingPlan:
     Attributes:
         selection: the units that sync.
         is_last: whether all units sync and land at once, as where local training ends with it.
-        ends_rounds: whether the final synchronous phase follows.
         chooses_again: whether the settings of the rounds are chosen again after its sync.
     """
 
     selection: Selection
     is_last: bool
-    ends_rounds: bool = False
     chooses_again: bool = False
 
 
@@ -60,7 +58,11 @@ class SyncTrigger(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether all samples have been consumed: no replica makes another step."""
+        """Whether all assigned samples have been consumed: no replica makes another local step."""
+
+    @property
+    def ends_rounds(self) -> bool:
+        """Whether the final synchronous phase follows the meeting that has just been held."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class StepTrigger:
         if chooses_again:
             due, is_last = range(self.schedule.fragments), True
         units = self.fragments.union(due)
-        return MeetingPlan(units, is_last, progress.begins_final_phase, chooses_again)
+        return MeetingPlan(units, is_last, chooses_again)
 
     def next_meeting(self) -> MeetingPlan:
         """The meeting that was due after the last step, for a replica that resumes at it."""
@@ -117,13 +119,18 @@ class StepTrigger:
         """False: the meeting after the last step syncs all units, and no other one follows."""
         return False
 
+    @property
+    def ends_rounds(self) -> bool:
+        """Whether the step before the meeting was the last local one, and a final phase follows."""
+        return self.host.progress().begins_final_phase
+
 
 @dataclass(frozen=True)
 class ClockTrigger:
     """Rounds of assigned blocks: every tau_time seconds, each replica after as many steps as it has
     made by then (A-EDiT), or every tau steps, in a run with a hub.
 
-    A final synchronous phase is refused where replicas run at their own speeds.
+    With a final synchronous phase (A-EDiT without a hub) only the blocks before it are assigned.
 
     Attributes:
         fragments: units by fragment.
@@ -184,8 +191,13 @@ class ClockTrigger:
 
     @property
     def is_over(self) -> bool:
-        """Whether every block of the training has been consumed."""
+        """Whether every block of the rounds has been consumed."""
         return self.assignment.is_over
+
+    @property
+    def ends_rounds(self) -> bool:
+        """Whether every block before the final phase has been consumed."""
+        return self.settings.has_final_phase and self.is_over
 
 
 def create_trigger(settings: EngineSettings, host: Host, state: RunState) -> SyncTrigger:

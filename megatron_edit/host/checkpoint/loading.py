@@ -55,6 +55,7 @@ from megatron_edit.host.checkpoint.replica_local import (
     load_pending,
     load_streams,
 )
+from megatron_edit.host.model.counters import last_local_iteration
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
 from megatron_edit.method.auto import auto_settings
@@ -208,7 +209,9 @@ class LoadControl:
             check_samples(choice.path, plan, args)
             check_pending(choice.path, manifest, plan, engine.settings)
             check_rounds(choice.path, manifest, plan, engine.settings)
-        if engine.settings.assigns_blocks and (resume is None or resume.manifest.is_warmup):
+        is_common = resume is None or resume.manifest.is_warmup
+        is_assigned = engine.settings.assigns_blocks and not host.progress().begins_final_phase
+        if is_assigned and is_common:
             step = self._step if resume is None else resume.plan.entries[0].step
             check_equal_steps(choice.path, step, args)
 
@@ -221,7 +224,8 @@ class LoadControl:
         if choice is None or parameters_only(args) or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
-        run = resuming_run(self._config, replicas, args, args.train_iters)
+        iterations = last_local_iteration(args, self._config.final_sync_fraction)
+        run = resuming_run(self._config, replicas, args, iterations)
         plan = checked_plan(choice.path, choice.manifest, run, self._config.warmup_steps)
         assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"
         return _Resume(choice, choice.iteration, choice.manifest, plan, call)
@@ -399,7 +403,8 @@ def _override_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> 
     since = sum(entry.inner_steps for entry in plan.entries) * host.counters.samples_per_step
     assignment = engine.status.assignment
     assert assignment is not None, "timed rounds without a ledger"
-    host.counters.loop.override_intervals(plan.consumed - since, is_over=assignment.is_over)
+    is_over = assignment.is_over and not engine.settings.has_final_phase
+    host.counters.loop.override_intervals(plan.consumed - since, is_over=is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
@@ -417,6 +422,7 @@ def resuming_run(
     Args:
         num_replicas: N.
         args: Megatron's, validated.
+        iterations: before the final synchronous phase.
     """
     return ResumingRun(
         num_replicas=num_replicas,
@@ -436,9 +442,8 @@ def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps:
     try:
         return plan_resume(manifest, run, warmup_steps)
     except ValueError as error:
-        raise UsageError(
-            f"--load {path}", str(error), "train longer, or load another one"
-        ) from error
+        remedy = f"train longer, lower {flag('final_sync_fraction')}, or load another one"
+        raise UsageError(f"--load {path}", str(error), remedy) from error
 
 
 # ---- Messages about a resume

@@ -47,7 +47,7 @@ class SaveControl:
         self._is_ending = False  # a save now is the last one of the run
         self._is_deferred = False  # a save waits for the next sync
         self._deciding_at: int | None = None  # iteration, inside `exit_decision`
-        self._saved_step: int | None = None
+        self._saved_at: tuple[int, int] | None = None  # step and syncs
 
     def save(self, call: Call[None]) -> None:
         """Write, defer or skip a checkpoint."""
@@ -59,7 +59,8 @@ class SaveControl:
         if engine.status.suppresses_joint_actions and not self._is_ending:
             return  # some replicas are already past this save
         is_stopping = self._is_ending and engine.status.has_replica_stopped
-        if engine.status.step == self._saved_step and not is_stopping:
+        now = engine.status.step, engine.status.num_syncs
+        if now == self._saved_at and not is_stopping:
             return  # at the end of training; no replica has changed since
         engine.clock.pause()
         engine.land_all()
@@ -68,7 +69,7 @@ class SaveControl:
         else:
             with nullcontext() if engine.elastic is None else engine.elastic.membership.working():
                 self._writer.write(self._plan(call.arguments["iteration"]), call)
-            self._saved_step, self._is_deferred = engine.status.step, False
+            self._saved_at, self._is_deferred = now, False
         engine.clock.resume()
 
     @contextmanager

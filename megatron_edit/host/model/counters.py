@@ -19,7 +19,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.engine import Progress
 from megatron_edit.host.batch_stages import has_changing_batch
 from megatron_edit.host.seams.megatron import InnerOptimizer, ParamScheduler
-from megatron_edit.method.ledger import IN_ORDER, SampleOrder
+from megatron_edit.method.ledger import IN_ORDER, SampleOrder, share_of
 from megatron_edit.method.schedule import last_local
 
 
@@ -39,8 +39,8 @@ class TrainingCounters:
             of A-EDiT it starts from global batches.
         last_local_iteration: Megatron's last iteration before the final synchronous phase; without
             this phase, the last one of training.
-        samples_at_start: samples consumed before this launch by the other replicas, and by this
-            one.
+        samples_at_start: samples consumed before this launch, or before the final synchronous phase
+            of A-EDiT, by the other replicas, and by this one.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class TrainingCounters:
         if was_applied and self._num_sharing != self._placement.num_replicas:
             # Megatron advances its schedule by the nominal batch.
             self._scheduler.num_steps += self.samples_per_step * self._num_sharing - self.batch
+        self.loop.end_common_step()
 
     @property
     def samples_per_step(self) -> int:
@@ -147,8 +148,13 @@ class TrainingCounters:
 
     @property
     def target_blocks(self) -> int:
-        """Steps of all replicas together in the whole training."""
-        return int(self._args.train_iters) * self._placement.num_replicas
+        """Steps of all replicas together, before the final synchronous phase."""
+        return self.last_local_iteration * self._placement.num_replicas
+
+    @property
+    def has_final_phase(self) -> bool:
+        """Whether there is an iteration in the final synchronous phase."""
+        return self.last_local_iteration < self.loop.train_iters
 
     def progress(self, optimizers: Sequence[InnerOptimizer]) -> Progress:
         """Return the progress of training from Megatron's iteration and learning-rate schedule.
@@ -182,6 +188,13 @@ class TrainingCounters:
     def begin_local(self, *, is_over: bool) -> None:
         """Let Megatron's loop run at this replica's own speed from now on."""
         self.loop.override_intervals(self.samples * self._placement.num_replicas, is_over=is_over)
+
+    def end_local(self) -> int:
+        """Count samples as if all replicas had made the same steps; return these steps."""
+        consumed, place = self.loop.begin_common_steps(), self._placement
+        self.samples = share_of(consumed, place.replica, place.num_replicas)
+        self.samples_at_start = (consumed - self.samples, self.samples)
+        return -(-consumed // int(self._args.global_batch_size))
 
     def samples_of(self, blocks: int) -> int:
         """Return the samples that all replicas have consumed once so many blocks are consumed."""
@@ -313,7 +326,9 @@ def exit_reason(args: Namespace) -> str | None:
 # The loop counts this replica's own iterations. The user's settings in global batches (when to
 # end, evaluate, save or exit) are applied to the samples of all replicas together, at the sync at
 # which these cross a multiple of the interval; between syncs the intervals are hidden from the
-# loop. Logs count the samples of all replicas, too (`host/model/progress.py`).
+# loop. Logs count the samples of all replicas, too (`host/model/progress.py`). In the final
+# synchronous phase all replicas make the same steps, and the same is done at each of them; the
+# loop still counts the iterations of this replica.
 
 
 _INTERVALS = ("eval_interval", "save_interval", "non_persistent_save_interval", "exit_interval")
@@ -335,6 +350,7 @@ class LoopControl:
     _given: dict[str, Any] = field(default_factory=dict)
     _samples: int = 0
     _has_begun: bool = False  # whether the loop has begun its first step
+    _has_common_steps: bool = False  # whether all replicas make the same steps, after the rounds
 
     def override_intervals(self, samples: int, *, is_over: bool) -> None:
         """Override the intervals from the switch on; what is due at the step of the switch happens.
@@ -376,6 +392,23 @@ class LoopControl:
         self.scheduler.step(increment=0)
         self.args.consumed_train_samples = samples - batch  # Megatron will add one batch
         if is_over:
+            self._end()
+
+    def begin_common_steps(self) -> int:
+        """Begin the final synchronous phase; return the samples consumed by all replicas."""
+        self._has_common_steps = True
+        # Within a step Megatron will add a batch.
+        batch = self.args.global_batch_size if self._has_begun else 0
+        return int(self.args.consumed_train_samples + batch)
+
+    def end_common_step(self) -> None:
+        """After a step of the final phase of this launch's rounds, show the loop what is due."""
+        if not self._has_common_steps:
+            return
+        batch = int(self.args.global_batch_size)
+        samples = int(self.args.consumed_train_samples) + batch
+        self._reveal_intervals(samples, batch)
+        if samples + batch > self.train_iters * batch:
             self._end()
 
     @contextmanager

@@ -329,6 +329,10 @@ class MegatronHost:
         """Let Megatron's loop run at this replica's own speed from now on."""
         self.counters.begin_local(is_over=is_over)
 
+    def end_local(self) -> int:
+        """End training at this replica's own speed; return the steps that all replicas count."""
+        return self.counters.end_local()
+
     def samples_of(self, blocks: int) -> int:
         """Return the samples that all replicas have consumed once so many blocks are consumed."""
         return self.counters.samples_of(blocks)

@@ -50,6 +50,8 @@ class RunProgress:
         if is_elastic and status.assignment is not None:
             own = status.inner_steps * counters.samples_per_step
             return counters.samples_of(status.assignment.num_consumed) + own
+        if status.is_final_phase:
+            return counters.samples + self._samples_at_equal_steps()
         self._others = max(self._others, self._known_samples_of_others())
         return self.host.counters.samples + self._others
 
@@ -69,13 +71,15 @@ class RunProgress:
             int(self.host.arguments.global_batch_size),
         )
         batches = max(1, samples // batch)  # for Megatron 0 is no iteration
+        if self.engine.status.is_final_phase:
+            return max(1, -(-samples // batch))
         if assignment is None:
             return batches
         # A remainder smaller than a block is never consumed.
         end = (
             self.host.counters.order.start + assignment.target * self.host.counters.samples_per_step
         )
-        return max(batches, self.host.counters.loop.train_iters) if samples >= end else batches
+        return max(batches, self.host.counters.last_local_iteration) if samples >= end else batches
 
     def iteration_of(self, step: int) -> int:
         """Return Megatron's number of an iteration of the event files.
@@ -109,11 +113,16 @@ class RunProgress:
     def _known_samples_of_others(self) -> int:
         """Return the samples of the other replicas that are known to this one."""
         engine, host = self.engine, self.host
-        at_start, own = host.counters.samples_at_start
         if not self.is_timed or engine.status.was_warmup_step:  # all replicas make the same steps
-            return at_start + (self.num_replicas - 1) * (host.counters.samples - own)
+            return self._samples_at_equal_steps()
+        at_start, _ = host.counters.samples_at_start
         reported = at_start + engine.status.steps_of_others * host.counters.samples_per_step
         recorded = sum(
             r.samples for index, r in enumerate(engine.status.records) if index != self.replica
         )
         return max(reported, recorded)
+
+    def _samples_at_equal_steps(self) -> int:
+        """Return the samples of the other replicas, if they have made this one's steps."""
+        at_start, own = self.host.counters.samples_at_start
+        return at_start + (self.num_replicas - 1) * (self.host.counters.samples - own)

@@ -24,7 +24,6 @@ FILE = "@"  # before the path of an .args file
 _IDEAL_STRATEGY = "edit"
 _ROUND_FLAGS = frozenset((flag("warmup_steps"), flag("sync_interval")))
 _SYNC_FLAGS = frozenset(map(flag, (*SYNC_SETTINGS, "sync_dtype")))
-_FINAL = flag("final_sync_fraction")
 _TIMED_FLAGS = frozenset(map(flag, TIMED_SETTINGS))
 _AUTO_FLAGS = frozenset((flag("auto"), flag("auto_share")))
 
@@ -82,7 +81,7 @@ class Entry:
             more = instance_flags(common) if self.name == STOCK_INSTANCES else []
             return [*without(common, ours - {flag("device")}), *more, *self.own_flags]
         rule = STRATEGIES[strategy]
-        unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _TIMED_FLAGS
+        unused = frozenset({flag("sync_interval")}) if rule.is_timed else _TIMED_FLAGS
         if rule.endless_warmup:
             unused = _ROUND_FLAGS | _TIMED_FLAGS | _SYNC_FLAGS
         elif self.name == IDEAL:

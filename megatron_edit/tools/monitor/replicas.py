@@ -80,10 +80,14 @@ class Replica:
             self.end = record
             self.ends.append(record)
             return
-        has_step = len(self.steps) > self.starts[-1]
-        if self.end is not None or (
-            has_step and record.replica_step <= self.steps[-1].replica_step
-        ):
+        last = self.steps[-1] if len(self.steps) > self.starts[-1] else None
+        # In the final phase of A-EDiT replicas count common steps, which may be fewer than before.
+        is_behind = (
+            last is not None
+            and record.replica_step <= last.replica_step
+            and record.iteration <= last.iteration
+        )
+        if self.end is not None or is_behind:
             self.start_process()
         self.steps.append(record)
         self.places.append(place)
