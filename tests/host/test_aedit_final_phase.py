@@ -168,6 +168,14 @@ def test_save_in_the_phase_at_a_step_number_of_the_rounds(tmp_path: Path) -> Non
     assert read_manifest(saves / "iter_0000018").is_final_phase
 
 
+def test_checkpoint_at_the_start_of_the_phase_is_retained(tmp_path: Path) -> None:
+    """Of iteration 18, the first one past a multiple of 12. Would catch one that is removed because
+    the checkpoints of the phase have no ledger."""
+    saves = tmp_path / "saves"
+    run_phase(tmp_path, save=saves, save_interval=4, save_retain_interval=12)
+    assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000018", "iter_0000024"]
+
+
 def test_phase_by_samples_with_evaluations(tmp_path: Path) -> None:
     """With --train-samples the fraction is of samples: 147 of 195 are before the phase."""
     run = run_phase(

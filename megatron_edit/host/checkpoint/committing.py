@@ -42,6 +42,7 @@ from megatron_edit.elastic.hub_state import Standing
 from megatron_edit.errors import EditError, FencedError, ReplicaLostError, UsageError, to_one_line
 from megatron_edit.host.checkpoint.async_saves import ANOTHER_RANK_FAILED, SaveRecord, error_text
 from megatron_edit.method.ledger import share_of
+from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say, warn
 from megatron_edit.saved_state import ReplicaEntry, to_builtins
 
@@ -414,7 +415,8 @@ def _is_kept(part: RankSave, iteration: int) -> bool:
     keep = part.retain_interval
     if keep is None or iteration % keep == 0:
         return True
-    is_timed = part.manifest.ledger is not None
+    manifest = part.manifest
+    is_timed = manifest.ledger is not None or STRATEGIES[manifest.strategy].is_timed
     return is_timed and part.folder.newest_before(iteration) // keep < iteration // keep
 
 
