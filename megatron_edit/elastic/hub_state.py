@@ -86,8 +86,8 @@ class Member:
         is_formed: whether it has formed the groups of the current epoch.
         num_late: meetings that have stopped waiting for it while it copied the state.
         awaited_from: the round from which meetings wait for it again.
-        steps: its inner steps in the current round, where it trains on during the exchange; None
-            where it does not, or has not arrived yet.
+        steps: its inner steps in the round that it has last arrived for, where it trains on during
+            the exchange; else None.
         is_abandoning: whether it puts an exchange aside, and has not arrived again.
         needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
@@ -327,6 +327,15 @@ class HubState:
             announced=leader,
         )  # fmt: skip
 
+    def with_deal(self, dealt: Deal) -> HubState:
+        """The state in a round with a deal. A replica that has copied the state since the epoch was
+        opened is not in it, and has to copy the next one."""
+        names = dict(dealt)
+        roster = tuple(
+            each if each.name in names else replace(each, applied=NO_STATE) for each in self.roster
+        )
+        return replace(self, dealt=dealt, roster=roster)
+
     def is_known(self, count: int, digest: str) -> bool:
         """Whether training may start again from this state: from the beginning, from a state that
         was committed in any lineage, or from any state before the first epoch."""
@@ -349,7 +358,7 @@ class HubState:
         roster = tuple(
             replace(
                 each, applied=count if each.name in self.members else each.applied,
-                is_arrived=False, steps=None, ready=None, lost=(), failures=0,
+                is_arrived=False, ready=None, lost=(), failures=0,
             )
             for each in self.roster
         )  # fmt: skip
@@ -416,7 +425,7 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
                 is_over=has.get("is_over", False),
             )  # fmt: skip
         elif entry.event == "deal":
-            state = replace(state, dealt=tuple(has["steps"].items()))
+            state = state.with_deal(tuple(has["steps"].items()))
         elif entry.event == "stop":
             state = replace(state, is_stopping=True)
         elif entry.event == "end":

@@ -472,7 +472,7 @@ class _Step:
         steps = {each.name: each.steps for each in members if each.steps is not None}
         if len(steps) == len(members):
             self._record("deal", round=self.state.round, steps=steps)
-            self.state = replace(self.state, dealt=tuple(steps.items()))
+            self.state = self.state.with_deal(tuple(steps.items()))
 
     def _is_exchanging(self, member: Member, epoch: int) -> bool:
         state = self.state

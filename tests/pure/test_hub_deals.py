@@ -22,7 +22,16 @@ from megatron_edit.elastic.deadlines import (
     Liveness,
 )
 from megatron_edit.elastic.hub_state import LeaveReason, Phase
-from megatron_edit.elastic.inputs import Disconnected, EpochOverdue, Late, Lost, Stop
+from megatron_edit.elastic.inputs import (
+    Disconnected,
+    EpochOverdue,
+    Late,
+    Lost,
+    Record,
+    Send,
+    Stop,
+)
+from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (
     Abandon,
     Arrive,
@@ -84,6 +93,10 @@ def back(run: HubDecisions, name: str, **more: Any) -> Hello:
 
 
 def test_deal_is_recorded_before_anybody_is_told() -> None:
+    run = HubDecisions("a", "b", rounds=1)
+    run.arrive("a", steps=3)
+    _, outputs = step(run.state, "b", Arrive(1, ("b",), 5))
+    assert [type(each) for each in outputs] == [Record, Send, Send]
     run = dealt()
     assert dict(run.journal[-1].fields) == {"round": 1, "steps": {"a": 3, "b": 5}}
     for name in "ab":
@@ -183,6 +196,25 @@ def test_copy_that_ends_during_the_exchange_is_of_no_use() -> None:
     for name in "ab":
         run.ready(name)
     assert run.sent["c"] == [Heal(2, "d1", ("a", "b"))]
+
+
+def test_copy_that_ends_before_the_deal_is_of_no_use_either() -> None:
+    """The replica holds the state, but is not a member of the epoch. The model check found that the
+    run went on with it, and the old deal, where all others had left."""
+    run = HubDecisions("a", "b", rounds=1)
+    run.take("b", Lost())
+    run.arrive("a", steps=3)
+    assert isinstance(run.sent["a"][0], FormEpoch)
+    run.join("c", 2)
+    run.arrive("c", steps=0)
+    run.take("a", Formed(2))
+    assert run.records == ["deal"]
+    for is_restarted in (False, True):
+        if is_restarted:
+            run.restart()
+        assert [each.name for each in run.state.expected] == ["a"]
+    run.take("a", Lost())
+    assert run.state.phase is Phase.OPENING and run.state.dealt == ()
 
 
 def test_round_with_a_deal_ends_below_the_minimum() -> None:

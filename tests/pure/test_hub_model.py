@@ -3,6 +3,9 @@
 Replicas are killed, cut off, replaced, taken for lost; the hub is killed between any two of its
 actions and started again on its journal. Would catch: a replica that applies what was not
 committed, two results for one round, a commit of replicas that differ, a wait that nothing ends.
+
+With a delay replicas train on after each `Go`. That changes nothing at the hub, so the model does
+not count the steps: a replica applies a commit at any time after it has heard of it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from megatron_edit.elastic.hub_state import HubState, LeaveReason, Phase, replay
 from megatron_edit.elastic.inputs import (
     Disconnected,
     EpochOverdue,
+    Late,
     Lost,
     OpeningOverdue,
     Record,
@@ -31,7 +35,7 @@ from megatron_edit.elastic.inputs import (
 )
 from megatron_edit.elastic.journal import JournalEntry
 from megatron_edit.elastic.machine import step
-from megatron_edit.elastic.messages import Commit, End, Heal, Hello, Ready
+from megatron_edit.elastic.messages import Commit, Deal, End, Go, Heal, Hello, Ready
 from megatron_edit.elastic.replica import (
     Connected,
     Exchanged,
@@ -48,13 +52,19 @@ from megatron_edit.elastic.replica import (
 )
 
 Queue = tuple[Any, ...]
-AT_MEETING = RoundDue(("handle",))
 CHECKPOINT = "/checkpoint"  # digest
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A replica and its connection."""
+    """A replica and its connection.
+
+    Attributes:
+        steps: that it reports in each round, which differ from those of its other starts; None: it
+            does not train on during an exchange.
+        deal: that it trains on, in a round that is not committed.
+        earlier: commits whose result it holds, and digest, while a newer one waits to be applied.
+    """
 
     state: ReplicaState
     is_alive: bool = True
@@ -63,6 +73,18 @@ class Peer:
     from_hub: Queue = ()
     may_copy: bool = False
     starts: int = 1
+    steps: int | None = None
+    deal: Deal = ()
+    earlier: tuple[int, str] | None = None
+
+    @property
+    def at_meeting(self) -> RoundDue:
+        return RoundDue(("handle",), self.steps)
+
+    @property
+    def holds(self) -> tuple[int, str]:
+        """Commits whose result its ranks hold, and its digest."""
+        return self.earlier or (self.state.applied, self.state.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +106,13 @@ def hello(index: int, start: int, applied: int, num: int, minimum: int = 1) -> H
     return Hello(name, f"{start}", "layout", num, minimum, (name,), True, applied, digest)
 
 
-def beginning(num: int, faults: int, applied: int = 0, minimum: int = 1) -> World:
-    peers = tuple(Peer(ReplicaState.fresh(hello(i, 1, applied, num, minimum))) for i in range(num))
+def beginning(
+    num: int, faults: int, applied: int = 0, minimum: int = 1, steps: int | None = None
+) -> World:
+    peers = tuple(
+        Peer(ReplicaState.fresh(hello(i, 1, applied, num, minimum)), steps=steps)
+        for i in range(num)
+    )
     hub = HubState(minimum=minimum)
     return World(hub, (line("open", 1, 0, hub.open_fields),), peers, faults)
 
@@ -98,6 +125,42 @@ def line(event: str, term: int, epoch: int, fields: dict[str, Any]) -> str:
 def entries(journal: tuple[str, ...]) -> list[JournalEntry]:
     parsed = (json.loads(text) for text in journal)
     return [JournalEntry(0, 0.0, term, epoch, e, fields, "") for e, term, epoch, fields in parsed]
+
+
+def after_first_commit(num: int, faults: int, *, minimum: int = 1) -> World:
+    """All replicas train on during exchanges, and the first round is over."""
+    world = beginning(num, 0, minimum=minimum, steps=1)
+    while world.hub.round == 0:
+        world = next(moves(world, 1))
+    return replace(world, faults=faults)
+
+
+def with_joiner(world: World) -> World:
+    """The last replica is lost, and started again."""
+    index, num = len(world.peers) - 1, len(world.peers)
+    dead = replace(world.peers[index], is_alive=False, is_linked=False, to_hub=(), from_hub=())
+    (lost,) = hub_steps(world.with_peer(index, dead), "abc"[index], Lost(), may_crash=False)
+    (back,) = returns(lost, num)
+    return back
+
+
+@cache
+def open_deal(journal: tuple[str, ...]) -> Deal:
+    """The deal of the round that is not committed, as the journal has it: one at most, until the
+    commit, or until all replicas of it have left. Only those that have not are in the commit."""
+    deal: dict[str, int] = {}
+    left: set[str] = set()
+    for entry in entries(journal):
+        if entry.event == "deal":
+            assert not deal
+            deal, left = entry.fields["steps"], set()
+        elif entry.event == "leave":
+            left.add(entry.fields["name"])
+            deal = {} if left >= set(deal) else deal
+        elif entry.event == "commit":
+            assert not deal or set(entry.fields["members"]) <= set(deal) - left
+            deal = {}
+    return tuple(deal.items())
 
 
 def members_of(world: World, epoch: int) -> list[str]:
@@ -114,6 +177,11 @@ def outcome(world: World, index: int, result: Outcome) -> World:
         peer.may_copy and result.state.task is Task.COPY
     )
     now = replace(peer, state=result.state, to_hub=sent, may_copy=may_copy)
+    for order in result.orders:
+        if isinstance(order, Go):
+            now = replace(now, deal=order.dealt)
+        elif isinstance(order, Commit) and peer.deal:
+            now = replace(now, deal=(), earlier=peer.holds)
     return world.with_peer(index, now)
 
 
@@ -125,6 +193,10 @@ def check_orders(world: World, index: int, before: ReplicaState, result: Outcome
             assert before.hello.name in commit.fields["members"]
             assert commit.fields["digest"] == order.digest == result.state.digest
             assert (commit.epoch, before.ready is not None) == (order.epoch, True)
+        if isinstance(order, Go) and order.dealt:
+            # Of this start, and what it trains on already does not change.
+            assert (before.hello.name, before.steps) in order.dealt
+            assert world.peers[index].deal in ((), order.dealt)
         assert not (isinstance(order, End) and "not this replica's" in order.reason)
 
 
@@ -136,12 +208,27 @@ def hub_steps(world: World, name: str, given: Any, *, may_crash: bool) -> Iterat
         if may_crash and world.faults > 0:
             yield crash(now)
         if isinstance(done, Record):
+            check_record(world.hub, name, given, done)
             now = replace(
                 now, journal=(*now.journal, line(done.event, state.term, done.epoch, done.fields))
             )
         else:
+            if isinstance(done.message, Go):
+                assert done.message.dealt == open_deal(now.journal)
+                assert not (done.message.dealt and done.message.is_last)
             now = deliver_to(now, done)
     yield replace(now, hub=state)
+
+
+def check_record(hub: HubState, name: str, given: Any, record: Record) -> None:
+    """All members of a commit have reported its digest, the last one just now. The last round of a
+    run that ends on request has no deal."""
+    assert record.event != "deal" or not hub.is_stopping
+    if record.event == "commit":
+        for each in record.fields["members"]:
+            member = hub.member(each)
+            ready = given if each == name else member and member.ready
+            assert isinstance(ready, Ready) and ready.digest == record.fields["digest"]
 
 
 def deliver_to(world: World, send: Send) -> World:
@@ -206,13 +293,15 @@ def local_moves(world: World) -> Iterator[World]:
 def ranks(world: World, index: int, peer: Peer, rounds: int) -> Iterator[World]:
     """What the ranks of a replica do by themselves."""
     state = peer.state
-    if state.task is Task.TRAIN:
+    if peer.earlier is not None:  # the step at which the commit takes effect
+        yield world.with_peer(index, replace(peer, earlier=None))
+    elif state.task is Task.TRAIN:
         done = state.applied >= (world.hub.round if world.hub.is_over else rounds)
-        yield outcome(world, index, report(state, Quit("finished") if done else AT_MEETING))
+        yield outcome(world, index, report(state, Quit("finished") if done else peer.at_meeting))
     if state.task is Task.ABANDON:
-        yield outcome(world, index, report(state, AT_MEETING))
+        yield outcome(world, index, report(state, peer.at_meeting))
     if state.task is Task.COPY and peer.may_copy:
-        yield from copies(world, index, state)
+        yield from copies(world, index, peer)
     if state.task in (Task.FORM, Task.EXCHANGE):
         members = members_of(world, state.epoch)
         others = [p for p in world.peers if p.state.hello.name in members]
@@ -254,15 +343,14 @@ def finished(state: ReplicaState, members: list[str]) -> GroupsFormed | Exchange
     return Exchanged(Ready(state.epoch, state.applied, "plan", (digest,), 0, ()))
 
 
-def copies(world: World, index: int, state: ReplicaState) -> Iterator[World]:
+def copies(world: World, index: int, joiner: Peer) -> Iterator[World]:
     """A joiner copies what a replica that has applied holds."""
     for peer in world.peers:
-        donor = peer.state
-        is_donor = donor.applied > 0 and donor.has_begun
-        if peer.is_alive and is_donor and donor.hello.name != state.hello.name:
-            yield outcome(
-                world, index, report(state, StateCopied(donor.applied, donor.digest, ("handle",)))
-            )
+        donor, (applied, digest) = peer.state, peer.holds
+        is_donor = applied > 0 and donor.has_begun
+        if peer.is_alive and is_donor and donor.hello.name != joiner.state.hello.name:
+            copied = StateCopied(applied, digest, ("handle",), joiner.steps)
+            yield outcome(world, index, report(joiner.state, copied))
 
 
 def faults(world: World) -> Iterator[World]:
@@ -290,6 +378,14 @@ def faults(world: World) -> Iterator[World]:
     yield crash(world)
 
 
+def other_inputs(world: World) -> Iterator[World]:
+    """A copy takes too long. Somebody asks that the run ends, in a round with a deal."""
+    for each in world.hub.copying:
+        yield from hub_steps(world, each.name, Late(), may_crash=False)
+    if world.hub.dealt and not world.hub.is_stopping:
+        yield from hub_steps(world, "", Stop(), may_crash=False)
+
+
 def returns(world: World, num: int, most: int = 2) -> Iterator[World]:
     """A replica that is dead, or has been fenced, is started again, until the start `most`."""
     for index, peer in enumerate(world.peers):
@@ -303,13 +399,15 @@ def returns(world: World, num: int, most: int = 2) -> Iterator[World]:
             before = peer.state.hello
             again = hello(index, peer.starts + 1, before.applied, num, before.minimum)
             fresh = ReplicaState.fresh(again)
-            yield world.with_peer(index, Peer(fresh, starts=peer.starts + 1))
+            steps = None if peer.steps is None else peer.starts + 1
+            yield world.with_peer(index, Peer(fresh, starts=peer.starts + 1, steps=steps))
 
 
 def check(world: World) -> None:
     """What holds in every state."""
     commits: list[str] = []
     ever: set[str] = set()
+    open_deal(world.journal)
     for entry in entries(world.journal):
         if entry.event == "open":
             del commits[entry.fields["round"] :]
@@ -330,15 +428,17 @@ def check(world: World) -> None:
 
 def is_over(world: World) -> bool:
     """Whether nothing is left to happen that somebody waits for. A run that has not begun waits
-    for replicas to be started."""
+    for replicas to be started, and so does one with too few, but not in a round with a deal."""
     ended = [not p.is_alive or p.state.task is Task.ENDED for p in world.peers]
-    return all(ended) or (world.hub.phase is Phase.OPENING and any(ended))
+    is_short = len(world.hub.expected) < world.hub.minimum and not open_deal(world.journal)
+    return all(ended) or (any(ended) and (world.hub.phase is Phase.OPENING or is_short))
 
 
 def explore(
-    num: int, num_rounds: int, num_faults: int, *, returning: bool, applied: int = 0
+    num_rounds: int, start: World, *, returning: bool, has_others: bool = False
 ) -> dict[str, int]:
-    start = beginning(num, num_faults, applied)
+    """Go through all states that follow from `start`, perhaps with `other_inputs`."""
+    num = len(start.peers)
     seen, todo, ends = {start}, deque([start]), {"states": 0, "complete": 0, "ended": 0}
     while todo:
         world = todo.popleft()
@@ -351,6 +451,8 @@ def explore(
             ends["complete" if has_all else "ended"] += 1
         if world.faults > 0:
             following += faults(world)
+        if has_others:
+            following += other_inputs(world)
         if returning:
             following += returns(world, num)
         for each in following:
@@ -372,7 +474,7 @@ def test_no_reachable_state_breaks_the_protocol(
     num: int, rounds: int, num_faults: int, returning: bool, applied: int
 ) -> None:
     """All states of small runs; each that nothing follows must be a regular end."""
-    ends = explore(num, rounds, num_faults, returning=returning, applied=applied)
+    ends = explore(rounds, beginning(num, num_faults, applied), returning=returning)
     assert ends["complete"] > 0
 
 
@@ -383,7 +485,37 @@ def test_no_reachable_state_breaks_the_protocol(
 def test_no_reachable_state_of_larger_runs_breaks_the_protocol(
     num: int, rounds: int, num_faults: int, returning: bool
 ) -> None:
-    ends = explore(num, rounds, num_faults, returning=returning)
+    ends = explore(rounds, beginning(num, num_faults), returning=returning)
+    assert ends["complete"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num", "rounds", "num_faults", "returning", "minimum"),
+    [
+        (1, 2, 2, True, 1), (2, 2, 1, True, 2),
+        pytest.param(2, 3, 1, True, 1, marks=pytest.mark.full),
+        pytest.param(2, 2, 2, False, 1, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_no_reachable_state_breaks_the_protocol_with_a_delay(
+    num: int, rounds: int, num_faults: int, returning: bool, minimum: int
+) -> None:
+    """All states after the first commit, which the tests above lead to."""
+    start = after_first_commit(num, num_faults, minimum=minimum)
+    ends = explore(rounds, start, returning=returning, has_others=True)
+    assert ends["complete"] > 0
+
+
+def test_no_loss_of_three_breaks_the_protocol_with_a_delay() -> None:
+    ends = explore(2, after_first_commit(3, 1), returning=False)
+    assert ends["complete"] > 0
+
+
+@pytest.mark.parametrize("has_others", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_no_joiner_breaks_the_protocol_with_a_delay(has_others: bool) -> None:
+    """Its copy may end at any time, also during an exchange that does not wait for it."""
+    start = with_joiner(after_first_commit(2, 1))
+    ends = explore(2, start, returning=False, has_others=has_others)
     assert ends["complete"] > 0
 
 
@@ -394,8 +526,11 @@ class RandomRun(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = beginning(self.NUM, self.FAULTS)
+        self.world = self.start()
         self.is_stopping = False
+
+    def start(self) -> World:
+        return beginning(self.NUM, self.FAULTS)
 
     def choose(self, options: list[World], pick: int) -> None:
         if options:
@@ -437,6 +572,13 @@ class RandomRun(RuleBasedStateMachine):
             self.choose(options, number * 7919)
             check(self.world)
         assert is_over(self.world), self.world
+
+
+class RandomRunWithDelay(RandomRun):
+    """Runs in which replicas train on during exchanges."""
+
+    def start(self) -> World:
+        return after_first_commit(self.NUM, self.FAULTS)
 
 
 class RandomRunWithRemovals(RandomRun):
@@ -489,6 +631,8 @@ class RandomRunWithRemovals(RandomRun):
 
 test_random_runs = RandomRun.TestCase
 test_random_runs.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+test_random_runs_with_delay = RandomRunWithDelay.TestCase
+test_random_runs_with_delay.settings = test_random_runs.settings
 test_random_runs_with_removals = RandomRunWithRemovals.TestCase
 test_random_runs_with_removals.settings = settings(
     max_examples=300, stateful_step_count=40, deadline=None
