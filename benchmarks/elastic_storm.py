@@ -47,7 +47,7 @@ PAUSES = (0.5, 1.5)  # of the mean pause
 def main(argv: Sequence[str]) -> int:
     """Run the storm, and report."""
     args = parse(argv)
-    shape = Shape(args.replicas, args.ranks, args.step, args.tau)
+    shape = Shape(args.replicas, args.ranks, args.step, args.tau, tuple(args.with_flags))
     watches = [calm(args.out / "reference-0", shape, args.reference)]
     faults = draw(args.seed, args.faults)
     watches.append(storm(args.out / "storm", shape, faults, args.pause))
@@ -85,6 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--ranks", type=int, default=shape.ranks, help="ranks of a replica (default: 1)")
     add("--step", type=float, default=shape.step, help=f"seconds (default: {shape.step})")
     add("--tau", type=int, default=shape.tau, help=f"steps of a round (default: {shape.tau})")
+    add("--with-flags", nargs="*", default=[], metavar="NAME=VALUE", help="flags of training: "
+        "edit_sync_dtype=int8 edit_delay_steps=4; a switch: edit_scale_beta2=true")  # fmt: skip
     args = parser.parse_args(argv)
     is_quick = args.faults < QUICK_FAULTS
     args.pause = args.pause if args.pause is not None else 4.0 if is_quick else 24.0

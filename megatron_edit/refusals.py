@@ -369,9 +369,6 @@ HUB_ROWS = (
           ("sync_mode", (AUTO, BLOCKING)),
           ("sync_backend", (AUTO, GLOO)),
           ("sync_net", (AUTO,)),
-          ("fragments", (1,)),
-          ("delay_steps", (0,)),
-          ("mix", (0.0,)),
           ("interval", (FIXED,)),
           ("final_sync_fraction", (0.0,)))),
 )  # fmt: skip

@@ -44,13 +44,15 @@ class Ledger(Struct, frozen=True, forbid_unknown_fields=True):
     frontier: int
     holes: tuple[int, ...]
     quotas: tuple[int, ...] | None
+    late: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, assignment: BlockAssignment | None) -> Ledger | None:
         """Return the fields of an assignment, if there is one."""
         if assignment is None:
             return None
-        return cls(assignment.target, assignment.frontier, assignment.holes, assignment.quotas)
+        a = assignment
+        return cls(a.target, a.frontier, a.holes, a.quotas, a.late)
 
 
 class SavedRounds(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=_NAMES):

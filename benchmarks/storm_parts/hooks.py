@@ -160,16 +160,19 @@ def _hook_meetings() -> None:
     from megatron_edit.engine.membership import Membership
     from megatron_edit.engine.rounds.elastic import ElasticRounds
 
-    decide, meet = Membership.decide, ElasticRounds.meet
+    open_round, turn, meet = Membership.open_round, Membership.turn, ElasticRounds.meet
 
-    def decided(self: Membership, attempt: Any, copy: Any) -> Any:
-        def begun() -> Any:
+    def opened(self: Membership, begin: Any, copy: Any, steps: int | None) -> None:
+        def begun(go: Any) -> Any:
             _kill_at("records")
-            return attempt()
+            return begin(go)
 
         _kill_at("late", after=LATE_SECONDS)
-        found = decide(self, begun, copy)
-        _kill_at("commit")
+        open_round(self, begun, copy, steps)
+
+    def turned(self: Membership, *, waits: bool) -> Any:
+        if (found := turn(self, waits=waits)) is not None:
+            _kill_at("commit")
         return found
 
     def met(self: ElasticRounds, meeting: Any) -> None:
@@ -181,7 +184,8 @@ def _hook_meetings() -> None:
                 _note_hit(f"flip-{kind}")
         meet(self, meeting)
 
-    Membership.decide = decided  # type: ignore[method-assign]
+    Membership.open_round = opened  # type: ignore[method-assign]
+    Membership.turn = turned  # type: ignore[method-assign]
     ElasticRounds.meet = met  # type: ignore[method-assign]
 
 

@@ -37,12 +37,14 @@ class Shape:
         ranks: of a replica.
         step: seconds of a step; most of it is sleep.
         tau: steps of a round.
+        more: flags of training, NAME=VALUE each.
     """
 
     replicas: int = 4
     ranks: int = 1
     step: float = 0.2
     tau: int = 8
+    more: tuple[str, ...] = ()
 
     @property
     def names(self) -> str:
@@ -51,7 +53,8 @@ class Shape:
 
     def flags(self, folder: Path) -> dict[str, Any]:
         """Return flags of training, besides those of every elastic run."""
-        return {
+        more = (each.partition("=") for each in self.more)
+        return {name: value == "true" or value for name, _, value in more} | {
             "train_iters": 50_000,  # more than the run can make
             "micro_batch_size": 1,
             "global_batch_size": self.replicas,

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -47,7 +48,6 @@ from megatron_edit.engine.status import EngineStatus
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
-from megatron_edit.engine.sync.syncs import Sync
 from megatron_edit.engine.tuning import AutoTuner
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.auto import AutoChoice
@@ -241,13 +241,14 @@ class EditEngine:
         if is_local:
             is_requested = Flag.MEET in self._flags.read()
             meeting = self._trigger.meeting_after(state.step + 1, is_requested=is_requested)
-        landing = syncs.due(state.step + 1)
         state.step += 1
         state.launch_steps += 1
         with self._context():
             self._report_progress()
             is_requesting = is_local and self._should_request_meeting() and meeting is None
-            for sync in landing:
+            if self.elastic is not None:
+                self.elastic.go_on()
+            for sync in syncs.due(state.step):
                 syncs.begin_landing(sync)
                 self._land_unless_in_forward()
             if meeting is not None:
@@ -350,16 +351,35 @@ class EditEngine:
         """Land the landing sync (then collective) and finish all exchanges, before a save. Delayed
         syncs that are due later do not land now."""
         with self._context():
+            if self.elastic is not None:
+                self.elastic.settle()
             self.syncs.land_all()
             self.syncs.finish_exchanges()
         self.state.timeout.is_in_steps = False
+
+    @contextmanager
+    def saved_parameters(self) -> Iterator[None]:
+        """Inside, the parameters are those of a checkpoint: in the rounds of an elastic run the
+        anchor, which is all that the replicas share.
+
+        Collective: the ranks of the replica.
+        """
+        if self.elastic is None:
+            yield
+            return
+        is_at_anchor = self.status.is_warmup or self.state.replicas_identical
+        at_anchor = nullcontext() if is_at_anchor else self.syncs.at_anchor()
+        with self.elastic.membership.working(), at_anchor:
+            yield
 
     def state_dict(self) -> EngineState:
         """All run-long state of this rank, after `land_all`. Tensors are not copied.
 
         Collective: all ranks of the replica.
         """
-        state, pending, is_warmup = self.state, self.syncs.state_dict(), self.status.is_warmup
+        state, is_warmup = self.state, self.status.is_warmup
+        # With a hub a checkpoint holds what a replica that joins copies: the last commit.
+        pending = [] if self.elastic is not None else self.syncs.state_dict()
         entry = state.replica_entry(
             self.host.progress(),
             [each.sync for each in pending],
@@ -531,7 +551,7 @@ class EditEngine:
         before = syncs.of_units(meeting.selection)
         takes_addends_first = self.settings.landing.at_next_meeting
         if not takes_addends_first:
-            self._land(before)
+            syncs.land(before)
         began = time.monotonic()
         plan, waited = self._plan_round(meeting)
         if plan.outcome is not MeetingOutcome.SYNC:
@@ -541,10 +561,10 @@ class EditEngine:
         if not is_blocking:
             self._outcomes.commit(plan)
         checks = is_blocking and self.settings.checks_commit
-        sync_plan = self._outcomes.sync_plan(plan, meeting.selection)
+        sync_plan = self._outcomes.sync_plan(plan, meeting.selection, state.step)
         sync = syncs.prepare(sync_plan, began, waited, checks_commit=checks)
         if takes_addends_first:
-            self._land(before)
+            syncs.land(before)
             if not before:
                 # The first meeting of these units: there is no earlier result to land. Even so the
                 # next round begins from the anchor, not from the parameters trained in this one.
@@ -594,9 +614,4 @@ class EditEngine:
     def _land_unless_in_forward(self) -> None:
         """Land all units of the landing sync now, unless the next forward pass will land them."""
         if not self._lands_in_forward or self._trigger.has_empty_round or self._must_equalize:
-            self.syncs.land_all()
-
-    def _land(self, syncs: Sequence[Sync]) -> None:
-        for sync in syncs:
-            self.syncs.begin_landing(sync)
             self.syncs.land_all()

@@ -71,6 +71,7 @@ class Status(IntEnum):
     RUNNING = 1
     DONE = 2
     FAILED = 3
+    PLANNED = 4  # running, and what the round decides is known
 
 
 class Attempt(Protocol):
@@ -82,6 +83,10 @@ class Attempt(Protocol):
         Raises:
             ReplicaLostError: a collective has failed.
         """
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is known what the round decides, if the hub commits this attempt."""
 
     def result(self, epoch: int) -> Ready:
         """What all replicas must agree on. Collective: the ranks of the replica."""
@@ -102,6 +107,27 @@ class StateCopy(Protocol):
 
     def finish(self, digest: str) -> bool:
         """Take the copied state if it has this digest; return whether. Collective: the replica."""
+
+
+@dataclass
+class OpenRound:
+    """A round that the hub has not committed, on this rank.
+
+    Attributes:
+        begin, copy, steps: see `Membership.open_round`.
+        current: the attempt that is under way.
+        status: of this rank's work at it.
+        is_planned: whether all ranks of the replica know what the round decides.
+        began: monotonic seconds.
+    """
+
+    begin: Callable[[Go], Attempt]
+    copy: StateCopy
+    steps: int | None
+    current: Attempt | None = None
+    status: Status = Status.IDLE
+    is_planned: bool = False
+    began: float = 0.0
 
 
 @dataclass
@@ -187,6 +213,7 @@ class Membership:
         on_leave: called on rank 0 before this replica leaves.
         members: replicas of the epoch, in the order of the groups' ranks.
         leader: the member that writes what only one may write.
+        trains_on: whether replicas train on while a round is exchanged.
     """
 
     name: str
@@ -204,6 +231,19 @@ class Membership:
     _exchanged: int = 0
     _heal: Heal | None = None
     _aside: list[Attempt] = field(default_factory=list)
+    _round: OpenRound | None = None
+    trains_on: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a round that the hub has not committed."""
+        return self._round is not None
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether all ranks of the replica know what the open round decides, if it is committed as
+        it is now."""
+        return self._round is not None and self._round.is_planned
 
     @property
     def is_leader(self) -> bool:
@@ -267,64 +307,77 @@ class Membership:
                 if order is not None:
                     raise self._end_of(order)
 
-    def decide(self, attempt: Callable[[], Attempt], copy: StateCopy) -> tuple[Attempt, bool]:
-        """Meet the other replicas, and exchange the round until the hub has committed it.
+    def open_round(
+        self, begin: Callable[[Go], Attempt], copy: StateCopy, steps: int | None
+    ) -> None:
+        """Tell the hub that this replica is at the meeting of a round; `turn` does the rest.
+
+        Args:
+            begin: begins to exchange the round.
+            copy: of the state, for a replica whose copy has become out of date.
+            steps: see `elastic.messages.Arrive`.
+        """
+        assert self._round is None, "a round is open"
+        self._round = OpenRound(begin, copy, steps)
+        self._arrive()
+
+    def turn(self, *, waits: bool) -> Attempt | None:
+        """Go on with the open round, which is exchanged until the hub has committed it.
 
         Collective: the ranks of the replica, and the sync group of each epoch.
 
         Args:
-            attempt: begins to exchange the round.
-            copy: of the state, for a replica whose copy has become out of date.
+            waits: whether the replica does nothing else. If not, this returns at once, unless the
+                groups of an epoch are to be formed.
 
         Returns:
-            The attempt to apply, and whether training ends after it.
+            The attempt to apply; None before the commit.
 
         Raises:
             EditError: the replica may not go on.
         """
-        self._arrive()
-        current: Attempt | None = None
-        status, is_last, began = Status.IDLE, False, time.monotonic()
-        while True:
-            if status is Status.RUNNING:
-                assert current is not None
-                status = self._advance(current, began)
-            statuses, order = self._share(status)
-            if isinstance(order, FormEpoch):
-                self._put_aside(current, status)
-                current, status = None, Status.IDLE
-                _, order = self._form(order)
-                if order is None:
-                    continue
-            if isinstance(order, Go):
-                current, is_last, began = attempt(), order.is_last, time.monotonic()
-                status = Status.RUNNING
-            elif isinstance(order, Commit):
-                assert current is not None, "a commit without a result"
-                self._aside.clear()
-                return current, is_last
-            elif isinstance(order, Abandon):
-                if order.reason and self.agent is not None:
-                    self.on_message(f"the round is exchanged again: {order.reason}")
-                self._put_aside(current, status)
-                current, status = None, Status.IDLE
-                self._arrive()
-            elif isinstance(order, Heal):
-                self._heal = order
-                self.copy_state(copy)
-            elif order is not None:
-                raise self._end_of(order)
-            elif Status.FAILED in statuses:
-                self._put_aside(current, status)
-                current, status = None, Status.IDLE
-                self._report(ExchangeFailed(self.epoch))
-            elif all(each == Status.DONE for each in statuses):
-                assert current is not None
-                self._report(Exchanged(current.result(self.epoch)))
-                status = Status.IDLE
+        work = self._round
+        assert work is not None, "no round is open"
+        if work.status in (Status.RUNNING, Status.PLANNED):
+            work.status = self._advance(work, waits=waits)
+        statuses, order = self._share(work.status, waits=waits)
+        work.is_planned |= all(each in (Status.PLANNED, Status.DONE) for each in statuses)
+        if isinstance(order, FormEpoch):
+            self._put_aside(work)
+            _, order = self._form(order)
+            if order is None:
+                return None
+        if isinstance(order, Go):
+            work.current, work.began = work.begin(order), time.monotonic()
+            work.status = Status.RUNNING
+        elif isinstance(order, Commit):
+            assert work.current is not None, "a commit without a result"
+            self._aside.clear()
+            self._round = None
+            return work.current
+        elif isinstance(order, Abandon):
+            if order.reason and self.agent is not None:
+                self.on_message(f"the round is exchanged again: {order.reason}")
+            self._put_aside(work)
+            self._arrive()
+        elif isinstance(order, Heal):
+            self._heal = order
+            self.copy_state(work.copy)
+        elif order is not None:
+            raise self._end_of(order)
+        elif Status.FAILED in statuses:
+            self._put_aside(work)
+            self._report(ExchangeFailed(self.epoch))
+        elif all(each == Status.DONE for each in statuses):
+            assert work.current is not None
+            self._report(Exchanged(work.current.result(self.epoch)))
+            work.status = Status.IDLE
+        return None
 
     def check(self) -> None:
         """Raise if the hub has ended this replica's part while it trains. Only rank 0 knows."""
+        if self._round is not None:
+            return  # `turn` takes the orders
         if self.agent is not None and (order := self.agent.next_order()) is not None:
             if isinstance(order, Abandon | Heal):
                 return  # of an exchange that this replica was not in
@@ -356,24 +409,29 @@ class Membership:
             self.on_message(f"the hub has ended the run: {order.reason}")
         return _error_of(order)
 
-    def _advance(self, attempt: Attempt, began: float) -> Status:
+    def _advance(self, work: OpenRound, *, waits: bool) -> Status:
+        assert work.current is not None
         try:
-            if attempt.advance():
+            if work.current.advance():
                 return Status.DONE
         except ReplicaLostError as error:
             self.on_message(f"an exchange of epoch {self.epoch} has failed: {error}")
             return Status.FAILED
-        time.sleep(poll_interval(time.monotonic() - began, LONGEST_POLL_SECONDS))
-        return Status.RUNNING
+        if waits:
+            time.sleep(poll_interval(time.monotonic() - work.began, LONGEST_POLL_SECONDS))
+        return Status.PLANNED if work.current.is_planned else Status.RUNNING
 
-    def _share(self, status: Status, *, takes_order: bool = True) -> tuple[list[int], Order | None]:
+    def _share(
+        self, status: Status, *, takes_order: bool = True, waits: bool = True
+    ) -> tuple[list[int], Order | None]:
         """Exchange the states of the ranks' work, and pass on rank 0's next order.
 
         Collective: the ranks of the replica.
         """
         order: Order | None = None
         if self.agent is not None and takes_order:
-            order = self.agent.next_order(IDLE_SECONDS if status is Status.IDLE else 0.0)
+            is_idle = waits and status is Status.IDLE
+            order = self.agent.next_order(IDLE_SECONDS if is_idle else 0.0)
         if status is Status.IDLE:
             self.on_idle()
         payload = b"" if order is None else encode(order)
@@ -399,15 +457,17 @@ class Membership:
         return tuple(map(json.dumps, self.control.all_gather_json(mine)))
 
     def _arrive(self) -> None:
-        self._report(RoundDue(self.handles()))
+        assert self._round is not None
+        self._report(RoundDue(self.handles(), self._round.steps))
 
-    def _put_aside(self, attempt: Attempt | None, status: Status) -> None:
+    def _put_aside(self, work: OpenRound) -> None:
         """Keep the buffers of an exchange until another one is complete: some may be in use."""
-        if attempt is not None:
-            attempt.abandon()
-            if status is not Status.IDLE:  # else it is complete
-                self._aside.append(attempt)
+        if work.current is not None:
+            work.current.abandon()
+            if work.status is not Status.IDLE:  # else it is complete
+                self._aside.append(work.current)
             self.transports.renew()
+        work.current, work.status, work.is_planned = None, Status.IDLE, False
 
     def _form(self, order: FormEpoch) -> tuple[bool, Order | None]:
         """Form the groups of an epoch, unless the hub gives another order meanwhile.
@@ -460,7 +520,8 @@ class Membership:
         statuses, _ = self._share(status, takes_order=False)
         if any(each != Status.DONE for each in statuses) or not copy.finish(heal.digest):
             return False
-        self._report(StateCopied(heal.round, heal.digest, self.handles()))
+        steps = 0 if self.trains_on else None
+        self._report(StateCopied(heal.round, heal.digest, self.handles(), steps))
         return True
 
 

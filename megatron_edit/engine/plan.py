@@ -8,7 +8,7 @@ here: `RunState.apply` does that.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -258,20 +258,42 @@ class RoundState:
         )
 
     def with_nominal_members(self, number: int) -> RoundState:
-        """The state for a checkpoint of `number` replicas, which may be others than these: a round
-        begins, and its blocks are assigned by the replicas that load it."""
+        """The state for a checkpoint of `number` replicas, which may be others than these: they
+        hold the anchor, a round begins, and they assign its blocks."""
         fillers = (f"replica {count}" for count in range(number))
         members = (*self.members, *fillers)[:number]
-        assignment = self.assignment
-        if assignment is not None and len(self.members) != number:
-            assignment = replace(assignment, num_replicas=number, quotas=None)
-        return replace(self.for_members(members), assignment=assignment, assigned_to=members)
+        assignment, found = self.assignment, self.for_members(members)
+        if assignment is not None and (len(self.members) != number or assignment.late):
+            assignment = assignment.over(number)
+        return replace(
+            found, assignment=assignment, assigned_to=members, replicas_identical=True,
+            unit_steps=torch.zeros_like(found.unit_steps),
+        )  # fmt: skip
 
-    def steps_by_assignment(self, counts: Sequence[int]) -> list[int]:
-        """The steps of the replicas of `assignment`, given those of `members`; 0 of those that are
-        no members any more: their blocks are assigned again."""
-        steps = dict(zip(self.members, counts, strict=True))
+    def steps_by_assignment(self, steps: Mapping[str, int]) -> list[int]:
+        """The steps of the replicas of `assignment`, by name; 0 of those that are not known: their
+        blocks are assigned again."""
         return [steps.get(name, 0) for name in self.assigned_to]
+
+    def lost_steps(self, dealt: Mapping[str, int]) -> dict[int, int]:
+        """The steps, by their number in `assignment`, of replicas that are no members any more.
+
+        Args:
+            dealt: steps by name.
+        """
+        names = enumerate(self.assigned_to)
+        return {i: dealt[n] for i, n in names if dealt.get(n) and n not in self.members}
+
+    def next_assignment(self, steps: Mapping[str, int], *, is_timed: bool) -> BlockAssignment:
+        """The assignment of the next round to replicas that have made these steps in this one.
+
+        Args:
+            steps: by name, in the order of the next round's replicas.
+            is_timed: whether the last blocks are assigned in proportion to the steps.
+        """
+        assert self.assignment is not None, "rounds without assigned blocks"
+        assigned, speeds = self.steps_by_assignment(steps), list(steps.values())
+        return self.assignment.next_round(assigned, speeds, has_final_round=is_timed)
 
 
 @dataclass(frozen=True)
@@ -317,6 +339,7 @@ def plan_round(
     settings: EngineSettings,
     *,
     is_last: bool,
+    dealt: Mapping[str, int] | None = None,
 ) -> RoundPlan:
     """Decide what follows a meeting. Pure; the tensors of `before` are not written to.
 
@@ -325,13 +348,16 @@ def plan_round(
         records: gathered, by replica.
         units: positions of the units that are to sync, ascending.
         is_last: whether local training ends with this meeting: its sync lands immediately.
+        dealt: the steps in this round of the replicas that the blocks of the next one are assigned
+            to, by name, where that is known before: of these some may have been lost since. None:
+            to the replicas of the records.
     """
     records = tuple(records)
     if any(record.is_stopping for record in records):
         return RoundPlan(MeetingOutcome.STOP, records, before)
     counts = [record.inner_steps for record in records]
     assignment, length, first_loss = before.assignment, before.length, before.first_loss
-    is_assigned = next_meeting_without_step = False
+    is_assigned, next_meeting_without_step, assigned_to = False, False, before.assigned_to
     if assignment is None:
         mean_loss = mean_round_loss(records)
         first_loss = mean_loss if first_loss is None else first_loss
@@ -341,14 +367,17 @@ def plan_round(
     elif not assignment.is_over:
         # After the last block there is no next round: the replicas meet again only because they are
         # not yet identical in all units.
-        assigned = before.steps_by_assignment(counts)
+        steps = dict(zip(before.members, counts, strict=True))
+        assigned = before.steps_by_assignment(steps)
         if _is_extended(assignment, assigned, settings.min_round_steps):
             extended = replace(before, resumes_at_meeting=False)
             return RoundPlan(MeetingOutcome.EXTEND, records, extended)
-        assignment = assignment.next_round(assigned, counts, has_final_round=settings.is_timed)
-        is_assigned = True
+        dealt = steps if dealt is None else dealt
+        following = before.next_assignment(dealt, is_timed=settings.is_timed)
+        assignment = following.without(assignment, before.lost_steps(dealt))
+        is_assigned, assigned_to = True, tuple(dealt)
         has_empty_share = not assignment.is_over and any(
-            assignment.is_exhausted(replica, 0) for replica in range(len(records))
+            assignment.is_exhausted(replica, 0) for replica in range(len(dealt))
         )
         next_meeting_without_step = before.resumes_at_meeting or has_empty_share
     columns = list(units)
@@ -373,7 +402,7 @@ def plan_round(
         assignment=assignment,
         resumes_at_meeting=before.resumes_at_meeting and assignment is not None and not is_assigned,
         first_loss=first_loss,
-        assigned_to=before.members if is_assigned else before.assigned_to,
+        assigned_to=assigned_to,
         exposed=exposed,
         leaves_prediction=choice is not None and leaves_prediction(choice, exposed, share),
     )

@@ -436,23 +436,27 @@ class RunState:
         return not self.has_replica_stopped
 
     def apply(self, plan: RoundPlan, reporter: Reporter, samples: int) -> None:
-        """Apply the plan of a meeting. The only place where a plan changes run-long state.
+        """Apply the plan of a meeting. Only here and in `take` a plan changes run-long state.
 
         Args:
             reporter: receives the losses in its records.
             samples: consumed by all replicas so far.
         """
-        self.rounds, self.records = plan.after, plan.records
+        self.take(plan)
         self.has_replica_stopped = plan.outcome is MeetingOutcome.STOP
-        if plan.outcome is not MeetingOutcome.SYNC:
-            return
-        self.round_start = self.step
-        self.assignment_epoch += plan.is_assigned
-        assert plan.decision is not None
-        if len(self.accepted) != len(plan.records):
-            self.accepted = torch.ones_like(plan.after.unit_steps, dtype=torch.bool)
-        self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
-        self.losses.report(plan.records, reporter, samples)
+        if plan.outcome is MeetingOutcome.SYNC:
+            self.round_start = self.step
+            self.assignment_epoch += plan.is_assigned
+            self.losses.report(plan.records, reporter, samples)
+
+    def take(self, plan: RoundPlan) -> None:
+        """Take the state that all replicas share after a plan; with a hub that of the commit, which
+        may be of fewer replicas than the one that the round has begun with."""
+        self.rounds, self.records = plan.after, plan.records
+        if plan.decision is not None:
+            if len(self.accepted) != len(plan.records):
+                self.accepted = torch.ones_like(plan.after.unit_steps, dtype=torch.bool)
+            self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
 
     def report_losses(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """Report the losses in the records of all replicas, of a meeting without a sync."""

@@ -14,8 +14,8 @@ final round assigns all of them, in proportion to the last step counts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress, pairwise
 
@@ -27,9 +27,9 @@ class BlockAssignment:
     """Assignment of the remaining blocks to replicas in one round.
 
     The list of entries of the round is `holes`, then `frontier`, `frontier` + 1, ... up to
-    `target`, in other words all remaining blocks, ascending. Blocks, entries, steps and replicas
-    count from 0. Everything follows from the fields: replicas with equal fields have the same
-    assignment, and a checkpoint stores only the fields.
+    `target`, in other words all remaining blocks but `late` ones, ascending. Blocks, entries,
+    steps and replicas count from 0. Everything follows from the fields: replicas with equal fields
+    have the same assignment, and a checkpoint stores only the fields.
 
     Attributes:
         num_replicas: N.
@@ -40,6 +40,9 @@ class BlockAssignment:
         holes: blocks below the frontier that are not consumed yet, ascending.
         quotas: number of entries of each replica in a final round, assigned as consecutive runs in
             the order of the replicas. None is a normal round: replica r has entries r, r + N, ...
+        late: blocks below the frontier that are assigned to nobody in this round, ascending: when
+            it had begun, the replica that had consumed them was lost before its round was
+            committed. They are holes of the next round.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -50,6 +53,7 @@ class BlockAssignment:
     frontier: int = 0
     holes: tuple[int, ...] = ()
     quotas: tuple[int, ...] | None = None
+    late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Validate the fields: a damaged checkpoint could lose samples."""
@@ -57,23 +61,35 @@ class BlockAssignment:
             raise ValueError(f"num_replicas {self.num_replicas}: at least 1")
         if not 0 <= self.frontier <= self.target:
             raise ValueError(f"frontier {self.frontier}: in 0 ... target, which is {self.target}")
-        around = (-1, *self.holes, self.frontier)
-        if not all(low < high for low, high in pairwise(around)):
-            raise ValueError(f"holes: ascending in 0 ... frontier - 1, which is {around[-1] - 1}")
+        for name, blocks in (("holes", self.holes), ("late", self.late)):
+            around = (-1, *blocks, self.frontier)
+            if not all(low < high for low, high in pairwise(around)):
+                raise ValueError(f"{name}: ascending in 0 ... frontier - 1, {self.frontier - 1}")
+        if not set(self.holes).isdisjoint(self.late):
+            raise ValueError("holes, late: no block in both")
         if self.quotas is not None:
             _check_counts("quotas", self.quotas, self.num_replicas)
-            if sum(self.quotas) != self.remaining:
-                raise ValueError(f"quotas {self.quotas}: sum to {self.remaining}, what remains")
+            if sum(self.quotas) != self._num_entries:
+                raise ValueError(f"quotas {self.quotas}: sum to {self._num_entries}, what remains")
 
     @property
     def remaining(self) -> int:
         """R, remaining blocks when this round starts."""
+        return self._num_entries + len(self.late)
+
+    @property
+    def _num_entries(self) -> int:
         return len(self.holes) + self.target - self.frontier
 
     @property
     def num_consumed(self) -> int:
         """Blocks that were consumed before this round."""
-        return self.frontier - len(self.holes)
+        return self.target - self.remaining
+
+    @property
+    def unassigned(self) -> tuple[int, ...]:
+        """All blocks below the frontier that are not consumed yet, ascending."""
+        return tuple(sorted((*self.holes, *self.late))) if self.late else self.holes
 
     @property
     def is_over(self) -> bool:
@@ -139,12 +155,29 @@ class BlockAssignment:
         frontier = self.frontier + max(0, touched - len(self.holes))
         listed = chain(self.holes[:touched], range(self.frontier, frontier))
         holes = (*compress(listed, unused), *self.holes[touched:])
+        if self.late:
+            holes = tuple(sorted((*holes, *self.late)))
         remaining = len(holes) + self.target - frontier
         # After a round without a step the speeds are unknown: no final round follows.
         speeds = steps if next_steps is None else next_steps
         is_final = has_final_round and 0 < remaining <= FINAL_ROUNDS * len(speeds) * max(speeds)
         quotas = proportional_shares(remaining, speeds) if is_final else None
         return BlockAssignment(len(speeds), self.target, frontier, holes, quotas)
+
+    def over(self, num_replicas: int) -> BlockAssignment:
+        """The blocks that remain, in a round that begins anew with so many replicas."""
+        return BlockAssignment(num_replicas, self.target, self.frontier, self.unassigned)
+
+    def without(self, before: BlockAssignment, lost: Mapping[int, int]) -> BlockAssignment:
+        """The assignment where some blocks of the round before have not been consumed.
+
+        Args:
+            before: the assignment of that round.
+            lost: their replicas in `before`, and how many of its blocks each had consumed.
+        """
+        found = (before.block(replica, step) for replica, n in lost.items() for step in range(n))
+        late = sorted(block for block in found if block is not None)
+        return replace(self, late=tuple(late)) if late else self
 
     def consumed_in_round(self, replica: int, steps: int) -> tuple[tuple[int, int], ...]:
         """Runs of blocks that a replica consumes in its first `steps` steps of this round.
@@ -160,7 +193,7 @@ class BlockAssignment:
     def _entries(self) -> tuple[range, ...]:
         """Entries of each replica, in the order in which it uses them."""
         if self.quotas is None:
-            stop, stride = self.remaining, self.num_replicas
+            stop, stride = self._num_entries, self.num_replicas
             return tuple(range(first, stop, stride) for first in range(self.num_replicas))
         ends = accumulate(self.quotas)
         return tuple(range(end - q, end) for q, end in zip(self.quotas, ends, strict=True))

@@ -27,7 +27,7 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.elastic.agent import Agent
 from megatron_edit.elastic.copies import CopyServer
-from megatron_edit.elastic.messages import Abandon, Commit, Fenced, FormEpoch, Go, Heal
+from megatron_edit.elastic.messages import Abandon, Commit, Deal, Fenced, FormEpoch, Go, Heal
 from megatron_edit.elastic.replica import (
     Exchanged,
     ExchangeFailed,
@@ -44,9 +44,9 @@ from megatron_edit.engine import (
     EngineSettings,
     Membership,
     SharedState,
-    SyncReport,
     Transports,
 )
+from megatron_edit.engine.plan import RoundState
 from megatron_edit.errors import FencedError, ReplicaLostError
 from tests.distributed.toy import CPU, TIMEOUT, Collector, ToyHost, with_outer
 
@@ -128,7 +128,8 @@ class ScriptedAgent:
     def report(self, what: Report) -> None:
         """Tell the others what this replica has done, and wait for them in `next_order`."""
         match what:
-            case RoundDue(handles) | StateCopied(_, _, handles):
+            case RoundDue(handles, steps) | StateCopied(_, _, handles, steps):
+                self._tell("steps", steps)
                 self._tell("arrived", handles)
                 self._next = self._begin
             case GroupsFormed():
@@ -185,8 +186,16 @@ class ScriptedAgent:
                 self._orders.append(Fenced("lost in the exchange"))
                 return True
             self._next = self._abandon  # while the exchange waits for the lost replica
-        self._orders.append(Go(self._place, number))
+        self._orders.append(Go(self._place, number, dealt=self._deal()))
         return True
+
+    def _deal(self) -> Deal:
+        """The steps that the first members of the round have made in it, if they train on."""
+        number = self._exchanges[self._place][0]
+        first = [count for count, _ in self._exchanges].index(number)
+        members = self._exchanges[first][1].members
+        steps = [_read(f"steps {first} {name}") for name in members]
+        return () if None in steps else tuple(zip(members, steps, strict=True))
 
     def _decide(self) -> bool:
         """Commit, or end the replicas that are lost."""
@@ -200,6 +209,7 @@ class ScriptedAgent:
             self._orders.append(Abandon(self._place))
             self._place += 1
         else:
+            _write(f"blocks {number}", found[0].blocks)
             self._orders.append(Commit(self._place, number, found[0].digest))
             self._place += 1
         self._next = self._train
@@ -277,15 +287,15 @@ ANY: Any = None
 
 
 @dataclass
-class RecordingHost(ToyHost):
-    """Calls a function when a round has been applied."""
+class RecordingState(SharedState):
+    """Calls a function when a round has been committed."""
 
-    on_round: Callable[[], None] = lambda: None
+    on_commit: Callable[[], None] = lambda: None
 
-    def end_round(self, samples: int, **rest: Any) -> None:
-        """See `Host`."""
-        super().end_round(samples, **rest)
-        self.on_round()
+    def publish(self, rounds: RoundState, *rest: Any) -> None:
+        """See `SharedState`."""
+        super().publish(rounds, *rest)
+        self.on_commit()
 
 
 @dataclass
@@ -299,7 +309,7 @@ class Replica:
     """
 
     engine: EditEngine
-    host: RecordingHost
+    host: ToyHost
     reporter: Collector
     commits: list[dict[str, Any]]
     blocks: list[int] = field(default_factory=list)
@@ -314,7 +324,7 @@ class Replica:
         def group(what: str) -> Group:
             return Group(None, 0, 1, CPU, TIMEOUT, what, is_own=True)
 
-        shared, control = SharedState(), group("control")
+        shared, control = RecordingState(), group("control")
         server = CopyServer(shared, b"", "127.0.0.1")
         num_groups = 1 + 2 * Wire.of(settings.get("sync_dtype", "fp32")).num_phases
         transports = ScriptedTransports(
@@ -333,7 +343,7 @@ class Replica:
             nominal_replicas=len(script.founders), **with_outer(settings),
         )  # fmt: skip
         sizes = {unit: len(values) for unit, values in start.items()}
-        host = cast(RecordingHost, RecordingHost.build(sizes, 0, 1, start))
+        host = ToyHost.build(sizes, 0, 1, start)
         store = dist.HashStore()
         world = ReplicaWorld(
             Placement(len(script.founders), 0, 1, 0, False), store, store, TIMEOUT, is_alone=True
@@ -344,7 +354,7 @@ class Replica:
             elastic=parts,
         )  # fmt: skip
         self = cls(engine, host, reporter, [])
-        host.on_round = self.record
+        shared.on_commit = self.record
         if not is_joining:
             engine.start()
         return self
@@ -357,20 +367,22 @@ class Replica:
     def record(self) -> None:
         """Record what a commit has left behind."""
         rounds, units = self.engine.state.rounds, self.engine.syncs.outer.units
-        assert rounds.assignment is not None
-        report: SyncReport | None = self.reporter.syncs[-1] if self.reporter.syncs else None
-        assert report is not None
+        assert rounds.assignment is not None and self.engine.elastic is not None
+        if (attempt := self.engine.elastic._attempt) is None or attempt.plan is None:
+            return  # before the first commit of this life
+        plan, decision = attempt.plan, attempt.plan.decision
+        assert decision is not None
         self.commits.append(
             {
                 "round": rounds.count - 1,
-                "members": tuple(report.members),
-                "weights": report.decision.weights.numpy().copy(),
-                "anomalous": report.decision.verdict.anomalous.numpy().copy(),
-                "inner_steps": tuple(report.inner_steps),
-                "samples": report.samples_of_all,
+                "members": rounds.members,
+                "weights": decision.weights.numpy().copy(),
+                "anomalous": decision.verdict.anomalous.numpy().copy(),
+                "inner_steps": tuple(record.inner_steps for record in plan.records),
+                "samples": self.engine._outcomes.samples_after(plan),
+                "committed": _read(f"blocks {rounds.count - 1}"),
                 "told": self.host.ended_rounds[-1],
                 "blocks": tuple(self.blocks),
-                "holes": rounds.assignment.holes,
                 "theta": {n: values.numpy().copy() for n, values in self.host.full.items()},
                 "anchor": {n: u.anchor.numpy().copy() for n, u in units.items()},
                 "momentum": {n: u.momentum.numpy().copy() for n, u in units.items()},
@@ -433,13 +445,18 @@ def run_script(
                 lives.append(current)
                 current.engine.join_pending_meeting()
             elif name not in exchange.members:
-                if current is not None and is_due and is_first:  # lost in the middle of the round
-                    current.train(moves[number][name], most=1)
+                if current is not None and current.engine.elastic is not None:
+                    current.engine.elastic.settle()  # lost after the meeting
+                if current is not None and is_due and is_first:  # or in the middle of the round
+                    most = 1 if settings.get("fragments", 1) == 1 else 0
+                    current.train(moves[number][name], most=most)
                 current = None
             elif current is not None and is_due and is_first:
                 current.train(moves[number][name])
         except FencedError:
             current = None
+    if current is not None and current.engine.elastic is not None:
+        current.engine.elastic.settle()
     for life in lives:
         life.engine.close()
     return [commit for life in lives for commit in life.commits]

@@ -95,7 +95,10 @@ def take_part(rank: int, address: HubAddress, control: Path, forming: list[int])
     agent: Any = None if rank else Orders([make(), make()], forming)
     both = Group.of(native, torch.device("cpu"), TIMEOUT, "control")
     transports = Transports(group("sync"), group("meeting"), make, 1)
-    Membership("a", agent, both, transports, "").decide(ANYTHING, ANYTHING)
+    membership = Membership("a", agent, both, transports, "")
+    membership.open_round(ANYTHING, ANYTHING, None)
+    while True:
+        membership.turn(waits=True)
 
 
 @pytest.mark.parametrize("forming", [[], [0]], ids=["both ranks wait", "one rank waits"])

@@ -54,6 +54,18 @@ def digests_of(run: ElasticRun, name: str) -> list[str]:
             },
         ),
         ("tp2", 2, {"edit_sync_dtype": "int4", "edit_average_moments": "second"}),
+        ("m2", 2, {"edit_delay_steps": 2}),
+        ("m2", 2, {"edit_fragments": 3}),
+        (
+            "tp2",
+            2,
+            {
+                "edit_fragments": 2,
+                "edit_delay_steps": 1,
+                "edit_sync_dtype": "int8",
+                "edit_average_moments": "both",
+            },
+        ),
     ],
 )
 def test_hub_changes_no_bit(

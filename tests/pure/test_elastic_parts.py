@@ -58,7 +58,8 @@ def test_statistics_follow_names() -> None:
 
 def test_steps_count_for_those_that_blocks_were_assigned_to() -> None:
     state = state_of("acd").for_members(tuple("bcd"))
-    assert state.steps_by_assignment([7, 5, 6]) == [0, 5, 6]  # a is lost, b was not there
+    steps = {"b": 7, "c": 5, "d": 6}
+    assert state.steps_by_assignment(steps) == [0, 5, 6]  # a is lost, b was not there
 
 
 def test_lost_replicas_blocks_are_assigned_again() -> None:
@@ -286,8 +287,6 @@ ELASTIC: dict[str, Any] = {
         ({"rendezvous": "h:2", "replica_id": 0, "num_replicas": 2}, "--edit-num-replicas"),
         ({"min_replicas": 3}, "at most"),
         ({"strategy": "co2"}, "not elastic yet"),
-        ({"fragments": 2}, "not elastic yet"),
-        ({"delay_steps": 1}, "not elastic yet"),
         ({"sync_mode": "overlap"}, "not elastic yet"),
         ({"sync_backend": "nccl"}, "not elastic yet"),
         ({"hub": None}, "has no effect without --edit-hub"),

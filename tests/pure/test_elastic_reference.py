@@ -160,7 +160,7 @@ class PlannedRounds:
     def consumed(self, members: Sequence[str], steps: Mapping[str, int]) -> dict[str, list[int]]:
         """The blocks that these members consume in the round, from the runs of the journal."""
         state = self.state.for_members(tuple(members))
-        counts = state.steps_by_assignment([steps[name] for name in members])
+        counts = state.steps_by_assignment({name: steps[name] for name in members})
         found: dict[str, list[int]] = {name: [] for name in members}
         for number, (name, count) in enumerate(zip(state.assigned_to, counts, strict=True)):
             runs = self.assignment.consumed_in_round(number, count)

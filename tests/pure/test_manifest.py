@@ -250,7 +250,7 @@ SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
 SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history", "common_steps"}
 SINCE_VERSION_5 = {"members", "digest"}
-SINCE_VERSION_6 = {"choice", "exposed", "leaves_prediction", "gradient_wire"}
+SINCE_VERSION_6 = {"choice", "exposed", "leaves_prediction", "gradient_wire", "late"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
     *SINCE_VERSION_3, *SINCE_VERSION_4, *SINCE_VERSION_5, *SINCE_VERSION_6,

@@ -161,10 +161,13 @@ class Outcomes:
     trigger: SyncTrigger
     membership: Membership | None
 
-    def sync_plan(self, plan: RoundPlan, selection: Selection) -> SyncPlan:
-        """The plan of the sync of these units."""
-        settings, landing, step = self.settings, plan.landing, self.state.step
-        membership = self.membership
+    def sync_plan(self, plan: RoundPlan, selection: Selection, step: int) -> SyncPlan:
+        """The plan of the sync of these units.
+
+        Args:
+            step: s of the meeting.
+        """
+        settings, landing, membership = self.settings, plan.landing, self.membership
         assert plan.decision is not None, "a plan without a sync"
         return SyncPlan(
             round=plan.after.count,

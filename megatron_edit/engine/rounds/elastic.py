@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,7 +17,7 @@ import torch
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.elastic.copies import CopyHeader, CopyMovedError, fetch
-from megatron_edit.elastic.messages import Heal, Ready
+from megatron_edit.elastic.messages import Go, Heal, Ready
 from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import RoundPlan, RoundState, plan_round
@@ -41,9 +41,36 @@ from megatron_edit.engine.sync.checks import plan_digest, replica_digests
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import CheckedSync
+from megatron_edit.engine.units import Selection, select_units
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.method.digest import as_hex, combine
 from megatron_edit.method.ledger import runs_of
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What this replica brings to the meeting of a round, whatever becomes of its exchange.
+
+    Attributes:
+        before: the state of the rounds.
+        selection: the units that sync.
+        is_last: whether all units sync and land at once, as where training ends.
+        dealt: steps in this round by name, from which the blocks of the next one follow, where it
+            begins before the commit; else None.
+        row: the record of this replica.
+        step: s.
+        snapshots: fp32 [numel] by unit, the parameters, which training may change until the commit.
+        began: monotonic seconds.
+    """
+
+    before: RoundState
+    selection: Selection
+    is_last: bool
+    dealt: Mapping[str, int] | None
+    row: torch.Tensor
+    step: int
+    snapshots: Mapping[str, torch.Tensor]
+    began: float
 
 
 class RoundAttempt:
@@ -51,26 +78,24 @@ class RoundAttempt:
 
     Args:
         rounds: makes plans and syncs.
-        norms: of this replica's pseudo-gradient, by unit position.
-        loss: mean loss of the replica in the round.
 
     Attributes:
+        own: what this replica brings.
         plan: of the round; None until all records are there.
         digest: of anchor and momentum as they will be, one number and as the hub has it; after
             `result`.
+        shard_digests: the same of this rank's shards, by unit position.
     """
 
-    def __init__(
-        self, rounds: ElasticRounds, meeting: MeetingPlan, norms: dict[int, float], loss: float
-    ) -> None:
-        self._rounds, self._selection, self._is_last = rounds, meeting.selection, meeting.is_last
+    def __init__(self, rounds: ElasticRounds, own: OwnPart) -> None:
+        self._rounds, self.own = rounds, own
         self.plan: RoundPlan | None = None
         self.sync: CheckedSync | None = None
         self.digest = (0, "")
+        self.shard_digests: Mapping[int, torch.Tensor] = {}
         self._num_arrived = 0  # units whose average is here
-        self._before = rounds.state.rounds.for_members(rounds.membership.members)
+        self._before = own.before.for_members(rounds.membership.members)
         self._began = time.monotonic()
-        self._row = rounds.meetings.pack(norms, round_loss=loss)
         self._records: tuple[Work, torch.Tensor] | None = None
         self._own_projections = torch.empty(0)
         self._projections: tuple[Work, torch.Tensor] | None = None
@@ -81,7 +106,7 @@ class RoundAttempt:
         rounds = self._rounds
         if self.sync is None:
             if self._records is None:
-                self._records = rounds.groups.meeting.start_all_gather(self._row)
+                self._records = rounds.groups.meeting.start_all_gather(self.own.row)
             work, rows = self._records
             if not work.advance():
                 return False
@@ -90,6 +115,8 @@ class RoundAttempt:
             self._own_projections = self.sync.addend_projections()
             rounds.syncs.start(self.sync)
         is_over = rounds.syncs.is_exchanged(self.sync)
+        if self.sync.failure is not None:
+            raise self.sync.failure
         if (count := self.sync.num_exchanged) > self._num_arrived:
             rounds.membership.exchanged(count - self._num_arrived)
             self._num_arrived = count
@@ -97,6 +124,11 @@ class RoundAttempt:
             sent = self.sync.sent_projections(self._own_projections)
             self._projections = rounds.groups.meeting.start_all_gather(sent)
         return is_over and self._projections is not None and self._projections[0].advance()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all records are there."""
+        return self.sync is not None
 
     def result(self, epoch: int) -> Ready:
         """Digests of the plan, and of anchor and momentum as they will be; which averages are
@@ -106,17 +138,21 @@ class RoundAttempt:
         assert self._projections is not None
         self.sync.finish_exchange()
         is_corrupt = self.sync.corrupt_averages(self._projections[1].cpu())
-        units, digest = replica_digests(self.sync.units, rounds.groups, self.sync.preview())
-        row = torch.tensor([plan_digest(self.plan), *is_corrupt])
-        plans, *corrupt = rounds.groups.replica.all_gather(row).t()
-        names = self.sync.units.names
+        chosen, names = self.own.selection.indices, self.sync.units.names
+        found = {chosen[index]: digest for index, digest in self.sync.preview().items()}
+        self.shard_digests = {**rounds.shard_digests, **found}
+        units, digest = replica_digests(rounds.host.plan, rounds.groups, self.shard_digests)
+        means = combine([int(each) for each in self.sync.mean_digests().values()])
+        row = torch.tensor([plan_digest(self.plan), means, *is_corrupt])
+        plans, of_means, *corrupt = rounds.groups.replica.all_gather(row).t()
         after, assignment = self.plan.after.assignment, before.assignment
         assert after is not None and assignment is not None, "rounds without assigned blocks"
-        steps = before.steps_by_assignment([r.inner_steps for r in self.plan.records])
+        made = dict(zip(before.members, (r.inner_steps for r in self.plan.records), strict=True))
+        steps = before.steps_by_assignment(made)
         ready = Ready(
             epoch=epoch,
             round=before.count,
-            plan=as_hex(combine(plans.tolist())),
+            plan=as_hex(combine([*plans.tolist(), *of_means.tolist()])),
             digests=tuple(map(as_hex, units)),
             samples=rounds.host.samples_of(after.num_consumed),
             blocks=tuple(
@@ -125,8 +161,8 @@ class RoundAttempt:
                 if count
             ),
             is_over=after.is_over,
-            holes=runs_of(after.holes),
-            units=names,
+            holes=runs_of(after.unassigned),
+            units=rounds.host.plan.names,
             corrupt=tuple(name for name, ranks in zip(names, corrupt, strict=True) if ranks.any()),
         )
         self.digest = digest, ready.digest
@@ -138,19 +174,23 @@ class RoundAttempt:
             self._rounds.syncs.abandon(self.sync)
 
     def _plan(self, rows: torch.Tensor) -> None:
-        rounds, selection = self._rounds, self._selection
-        self.plan = plan_round(
+        rounds, own = self._rounds, self.own
+        self.plan = plan = plan_round(
             self._before,
             rounds.meetings.unpack(rows),
-            selection.indices,
+            own.selection.indices,
             rounds.settings,
-            is_last=self._is_last,
+            is_last=own.is_last,
+            dealt=own.dealt,
         )
-        if self.plan.decision is None:
-            raise SyncProtocolError(f"an elastic round ends with {self.plan.outcome}")
-        waited = time.monotonic() - self._began
+        if plan.decision is None:
+            raise SyncProtocolError(f"an elastic round ends with {plan.outcome}")
         sync = rounds.syncs.prepare(
-            rounds.outcomes.sync_plan(self.plan, selection), self._began, waited, checks_commit=True
+            rounds.outcomes.sync_plan(plan, own.selection, own.step),
+            own.began,
+            self._began - own.began,
+            checks_commit=True,
+            snapshots=own.snapshots,
         )
         assert isinstance(sync, CheckedSync)
         self.sync = sync
@@ -184,7 +224,8 @@ class ElasticRounds:
         syncs: with anchor and momentum.
         meetings: makes and reads records.
         is_ending: whether the last commit ends training, on request.
-        digest: of the last commit, as the hub has it.
+        digest: of anchor and momentum after the last commit, as the hub has it.
+        shard_digests: the same of this rank's shards, by unit position.
     """
 
     settings: EngineSettings
@@ -197,6 +238,9 @@ class ElasticRounds:
     outcomes: Outcomes
     is_ending: bool = False
     digest: str = ""
+    shard_digests: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    _own: OwnPart | None = None
+    _attempt: RoundAttempt | None = None
     _has_joined: bool = False
     _copied: CopyHeader | None = None
     _moments: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -205,11 +249,19 @@ class ElasticRounds:
 
     def __post_init__(self) -> None:
         self.membership.on_idle = self._serve_moments
+        self.membership.trains_on = self._trains_on
 
     @property
     def membership(self) -> Membership:
         """What the hub decides."""
         return self.parts.membership
+
+    @property
+    def _trains_on(self) -> bool:
+        """Whether the next round begins before the commit, or a sync has not all units: what it
+        trains on, and whether it is the last one, is then known as soon as the replicas meet."""
+        settings = self.settings
+        return settings.used.fragments > 1 or not settings.landing.is_immediate
 
     @property
     def is_joining(self) -> bool:
@@ -239,38 +291,122 @@ class ElasticRounds:
         self.membership.leave(reason or ("finished" if is_finished else "signal"))
 
     def meet(self, meeting: MeetingPlan) -> None:
-        """Meet the other replicas, and sync.
+        """Meet the other replicas, and sync; a sync that lands later has only begun.
 
         Collective: the ranks of the replica, and the sync group as the hub forms it.
         """
-        norms, loss, _ = self.syncs.norms(meeting.selection, self.state.losses.mean())
-        attempt, self.is_ending = self.membership.decide(
-            lambda: RoundAttempt(self, meeting, norms, loss), self
+        self.settle()
+        self.syncs.land(self.syncs.of_units(meeting.selection))
+        self._own = self._attempt = None
+        began = time.monotonic()
+        steps = self.state.inner_steps if self._trains_on else None
+        self.membership.open_round(lambda go: self._begin(meeting, began, go), self, steps)
+        while not self.membership.has_plan or self._lands_at_once:
+            self._turn(waits=True)
+            if not self.membership.is_open:
+                return
+        assert self._attempt is not None and self._attempt.plan is not None
+        self.outcomes.commit(self._attempt.plan)  # the next round begins
+        self.state.timeout.after_round()
+
+    def go_on(self) -> None:
+        """Go on with the exchange of an open round, after a step; wait for its commit where its
+        sync is due.
+
+        Collective: the ranks of the replica.
+        """
+        if self.membership.is_open and self._own is not None:
+            if self.state.step >= self._own.step + self.settings.landing.delay:
+                self.settle()
+            else:
+                self._turn(waits=False)
+
+    def settle(self) -> None:
+        """Wait until the open round, if there is one, is committed.
+
+        Collective: the ranks of the replica.
+        """
+        while self.membership.is_open:
+            self._turn(waits=True)
+
+    @property
+    def _lands_at_once(self) -> bool:
+        """Whether the round that is exchanged lands with its commit."""
+        assert self._own is not None
+        return self._own.is_last or self.settings.landing.is_immediate
+
+    def _begin(self, meeting: MeetingPlan, began: float, go: Go) -> RoundAttempt:
+        """Begin to exchange the round, for the first time or again."""
+        self.is_ending = go.is_last
+        self._own = self._own or self._own_part(meeting, began, go)
+        self._attempt = RoundAttempt(self, self._own)
+        return self._attempt
+
+    def _own_part(self, meeting: MeetingPlan, began: float, go: Go) -> OwnPart:
+        state, syncs, selection, before = (
+            self.state,
+            self.syncs,
+            meeting.selection,
+            self.state.rounds,
         )
+        dealt, is_last = dict(go.dealt) or None, meeting.is_last or go.is_last
+        if dealt is not None:
+            is_last |= before.next_assignment(dealt, is_timed=self.settings.is_timed).is_over
+        if is_last and not selection.has_all_units:
+            selection = select_units(self.host.plan, range(len(self.host.plan.names)))
+            syncs.land(syncs.of_units(selection))
+        is_late = not (is_last or self.settings.landing.is_immediate)
+        norms, loss, _ = syncs.norms(selection, state.losses.mean())
+        return OwnPart(
+            before,
+            selection,
+            is_last,
+            dealt,
+            self.meetings.pack(norms, round_loss=loss),
+            state.step,
+            syncs.snapshots(selection) if is_late else {},
+            began,
+        )
+
+    def _turn(self, *, waits: bool) -> None:
+        """Go on with the open round, and apply it if it is committed."""
+        attempt = self.membership.turn(waits=waits)
+        if attempt is None:
+            return
         assert isinstance(attempt, RoundAttempt) and attempt.sync is not None
         assert attempt.plan is not None
         sync, (sync.digest, self.digest) = attempt.sync, attempt.digest
+        self.shard_digests = attempt.shard_digests
         self.parts.shared.withdraw()
-        self.syncs.begin_landing(sync)
-        sync.count_exposed_since_start()
-        self.syncs.land_all()
-        self.outcomes.commit(attempt.plan)
-        self.state.timeout.after_round()
+        if self._lands_at_once:
+            self.syncs.begin_landing(sync)
+            sync.count_exposed_since_start()
+            self.syncs.land_all()
+            self.outcomes.commit(attempt.plan)
+            self.state.timeout.after_round()
+        else:
+            self.syncs.commit(sync)
+            self.state.take(attempt.plan)
         self._publish()
 
     def begins_with(self, rounds: RoundState) -> RoundState:
         """The state of a checkpoint for the replicas that begin this run, known by name."""
         members, assignment = self.membership.members, rounds.assignment
         if assignment is not None and len(members) != assignment.num_replicas:
-            assignment = replace(assignment, num_replicas=len(members), quotas=None)
+            assignment = assignment.over(len(members))
         return replace(rounds.for_members(members), assignment=assignment, assigned_to=members)
 
     def begin(self) -> None:
         """Begin local training: let other replicas copy the state. Collective: the replica."""
-        plan = self.host.plan
-        units, _ = replica_digests(plan, self.groups, self.syncs.outer.digests(plan.shards))
-        self.digest = "-".join(map(as_hex, units))
+        self.digest = self._digest_of(self.syncs.outer)
         self._publish()
+
+    def _digest_of(self, outer: OuterState) -> str:
+        """The digest of anchor and momentum as the hub has it. Collective: the replica."""
+        plan = self.host.plan
+        self.shard_digests = outer.digests(plan.shards)
+        units, _ = replica_digests(plan, self.groups, self.shard_digests)
+        return "-".join(map(as_hex, units))
 
     def join(self) -> None:
         """Copy the state from the other replicas, and arrive at their meeting.
@@ -315,10 +451,9 @@ class ElasticRounds:
 
         Collective: the ranks of the replica.
         """
-        outer, header, plan = self._outer, self._copied, self.host.plan
+        outer, header = self._outer, self._copied
         assert outer is not None and header is not None, "nothing was copied"
-        units, _ = replica_digests(plan, self.groups, outer.digests(plan.shards))
-        if (found := "-".join(map(as_hex, units))) != digest:
+        if (found := self._digest_of(outer)) != digest:
             return False
         about = msgspec.convert(json.loads(header.about), CopiedState)
         set_moments(self.host, self._moments, about.counters)

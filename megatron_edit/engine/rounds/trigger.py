@@ -170,7 +170,7 @@ class ClockTrigger:
         steps = self.state.inner_steps + 1
         is_due = is_requested and not self.assignment.is_final
         if not self.settings.is_timed:
-            is_due = steps >= self.settings.used.sync_interval
+            is_due = steps >= self._round_steps
         if is_due or self.state.block(steps) is None:
             return self.next_meeting()
         return None
@@ -183,6 +183,14 @@ class ClockTrigger:
         return MeetingPlan(
             self.fragments.union(range(num_fragments) if is_last else [due]), is_last
         )
+
+    @property
+    def _round_steps(self) -> int:
+        """Steps of the round where they are counted: those of F rounds are tau, as in
+        `StepSchedule.fragments_after`."""
+        used, count = self.settings.used, self.state.rounds.count
+        first, last = (k * used.sync_interval // used.fragments for k in (count, count + 1))
+        return last - first
 
     @property
     def has_empty_round(self) -> bool:

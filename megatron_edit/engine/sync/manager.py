@@ -19,11 +19,12 @@ not matter which of the two threads runs them on which rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.control import DelayedVote
@@ -49,7 +50,9 @@ from megatron_edit.engine.sync.syncs import (
     Sync,
     SyncContext,
 )
-from megatron_edit.engine.units import Selection, UnitShard
+from megatron_edit.engine.units import Selection, UnitShard, select_units
+
+NOTHING: Mapping[str, Tensor] = {}
 
 
 class SyncManager:
@@ -188,7 +191,13 @@ class SyncManager:
     # ---- syncs begin
 
     def prepare(
-        self, plan: SyncPlan, began: float, waited: float, *, checks_commit: bool = False
+        self,
+        plan: SyncPlan,
+        began: float,
+        waited: float,
+        *,
+        checks_commit: bool = False,
+        snapshots: Mapping[str, Tensor] = NOTHING,
     ) -> Sync:
         """Create the sync of a plan, to be passed to `start`.
 
@@ -199,7 +208,9 @@ class SyncManager:
         Args:
             began: start time, seconds on a monotonic clock.
             waited: seconds spent at the meeting.
-            checks_commit: whether `check_commit` is called before the sync lands.
+            checks_commit: whether `check_commit` or `commit` is called before the sync lands.
+            snapshots: fp32 [numel] by unit, the parameters at the meeting, where training may have
+                changed them; empty otherwise.
         """
         for index in plan.selection.indices:
             self._reports.late_digests.pop(index, None)  # the meeting has compared them
@@ -207,13 +218,13 @@ class SyncManager:
         for shard in plan.selection.plan.shards:
             if not math.isfinite(norms[shard.index]):  # the replica is rejected in this unit
                 zero_nonfinite_moments(self._host, shard, self._reporter)
-        kind: type[ForwardSync | DelayedSync] = DelayedSync
-        if plan.rules.landing.is_immediate:
-            kind = CheckedSync if checks_commit else ForwardSync
+        kind: type[ForwardSync | DelayedSync] = CheckedSync
+        if not checks_commit:
+            kind = ForwardSync if plan.rules.landing.is_immediate else DelayedSync
         sync = kind(plan, self._context(), began, waited)
         if checks_commit or not self._settings.landing.is_immediate:
             with self._main_thread():  # on the stream that the addends' memory returns to
-                sync.prepare()
+                sync.prepare(snapshots)
         return sync
 
     def start(self, sync: Sync) -> None:
@@ -241,6 +252,23 @@ class SyncManager:
         if sync in self.pending:
             self.pending.remove(sync)
 
+    def snapshots(self, selection: Selection) -> dict[str, Tensor]:
+        """Copies of the parameters of these units: fp32 [numel] by unit."""
+        device = self._groups.sync.device
+        return {
+            shard.name: shard.gather(torch.empty(shard.numel, device=device))
+            for shard in selection.plan.shards
+        }
+
+    def commit(self, sync: CheckedSync) -> None:
+        """Change anchor and momentum by a sync that lands later.
+
+        Collective: the ranks of the pipeline stage.
+        """
+        with self._main_thread():
+            self.outer.begin_sync()
+            sync.finish_steps()
+
     def check_commit(self, sync: Sync, plan: RoundPlan) -> None:
         """Finish the exchange of a sync, and check that all replicas will apply the same.
 
@@ -254,6 +282,8 @@ class SyncManager:
         sync.finish_exchange()
         when = f"before round {plan.after.count} was applied"
         digests = sync.preview()
+        for index, mean in sync.mean_digests().items():
+            digests[index] = digests[index] * 3 + mean
         check_before_commit(sync.units, self._groups, digests, plan_digest(plan), when)
         self.begin_landing(sync)
         sync.count_exposed_since_start()
@@ -366,6 +396,12 @@ class SyncManager:
                 self._restore_if_not_finite(sync)
             self._poll()
 
+    def land(self, syncs: Iterable[Sync]) -> None:
+        """Land all units of these syncs."""
+        for sync in syncs:
+            self.begin_landing(sync)
+            self.land_all()
+
     def restore_anchor(self, sync: Sync) -> None:
         """Set the parameters to the anchor from which a sync began.
 
@@ -396,6 +432,22 @@ class SyncManager:
             shard.publish()
         outer.end_sync()
         self._host.gather_parameters()
+
+    @contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """Set all parameters to their anchor inside the context.
+
+        Collective: the ranks of the replica.
+        """
+        kept = self.snapshots(select_units(self._host.plan, range(len(self._host.plan.names))))
+        self.set_parameters_to_anchor()
+        try:
+            yield
+        finally:
+            for shard in self._host.plan.shards:
+                shard.scatter(kept[shard.name])
+                shard.publish()
+            self._host.gather_parameters()
 
     def land_up_to(self, num_shards: int) -> bool:
         """Land the pending units among the first `num_shards` shards of the stage; return whether
@@ -549,6 +601,6 @@ class SyncManager:
 
     def _finish_steps(self) -> None:
         for sync in self.pending:
-            if sync.plan.due is not None:
+            if sync.plan.due is not None and sync.is_committed:
                 sync.finish_steps()
                 self._reports.report(sync)

@@ -34,7 +34,9 @@ from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync, naming_unit
 from megatron_edit.engine.units import UnitPlan, UnitShard, batch_numbers, select_units
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import Verdict
+from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import MomentRule
@@ -97,10 +99,14 @@ class Sync(ABC):
 
     # ---- the exchange
 
-    def prepare(self) -> None:
-        """Compute the addends of all units, before training changes the parameters."""
+    def prepare(self, snapshots: Mapping[str, Tensor]) -> None:
+        """Compute the addends of all units, before training changes the parameters.
+
+        Args:
+            snapshots: fp32 [numel] by unit, parameters that it has changed already.
+        """
         for shard in self.units.shards:
-            self._prepare_unit(shard, None)
+            self._prepare_unit(shard, None, snapshots.get(shard.name))
 
     @abstractmethod
     def advance(self) -> bool:
@@ -157,6 +163,11 @@ class Sync(ABC):
     def had_finite_norms(self) -> bool:
         """Whether this replica's parameters of the units were finite at the meeting."""
         return bool(self.plan.decision.norms[self._groups.sync.rank].isfinite().all())
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether nothing but the exchange stands between the sync and its outer steps."""
+        return True
 
     @property
     def is_done(self) -> bool:
@@ -246,14 +257,16 @@ class Sync(ABC):
 
     # ---- units
 
-    def _prepare_unit(self, shard: UnitShard, staged: StagedUnit | None) -> None:
+    def _prepare_unit(
+        self, shard: UnitShard, staged: StagedUnit | None, snapshot: Tensor | None = None
+    ) -> None:
         """Compute a unit's addends: of its parameters and of the moments that the plan averages."""
         plan, groups, sync = self.plan, self._groups, self._groups.sync
         resident_state = self._outer.units[shard.name]
         unit = UnitSync.prepare(
-            shard, resident_state, staged, groups, plan.decision, plan.rules.landing,
-            self._residual_of(resident_state),
-        )  # fmt: skip
+            shard, resident_state, staged, groups, plan.decision, plan.rules.landing, snapshot
+        )
+        unit.residual = self._residual_of(resident_state)
         if plan.moments.kinds and unit.average is not None:
             unit.moments = UnitMoments.prepare(
                 self._context.host, plan.moments, shard, plan.decision, sync.rank, sync.device
@@ -537,14 +550,43 @@ def _loss_verdict_of(tables: Mapping[str, Any]) -> LossVerdict:
 
 
 class CheckedSync(DelayedSync):
-    """A sync that lands immediately, but only when all replicas are known to get the same result.
+    """A sync that is applied only when all replicas are known to get the same result.
 
-    The averages of all units wait in buffers, 4 bytes per parameter of the rank's shards.
+    The averages of all units wait in buffers, 4 bytes per parameter of the rank's shards, and so do
+    residuals.
+
+    Attributes:
+        failure: of an exchange that others may repeat; None if there is none.
     """
 
+    failure: ReplicaLostError | None = None
+
+    def advance(self) -> bool:
+        """As before; in an elastic run a lost replica ends only this exchange: see `failure`."""
+        if self.failure is not None:
+            return False
+        try:
+            return super().advance()
+        except ReplicaLostError as error:
+            if not self.plan.members:
+                raise
+            self.failure = error
+            return False
+
+    @property
+    def on_wire(self) -> Work | None:
+        """As before; None after a failure."""
+        return None if self.failure is not None else super().on_wire
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the outer steps are done, which wait for the commit."""
+        return len(self._results) == len(self.units.shards)
+
     def is_finite_on_replica(self) -> bool:
-        """Whether the gathered norms are finite. No communication."""
-        return self.had_finite_norms
+        """As before; of a sync that lands immediately, whether the gathered norms are finite."""
+        is_immediate = self.plan.rules.landing.is_immediate
+        return self.had_finite_norms if is_immediate else super().is_finite_on_replica()
 
     @property
     def num_exchanged(self) -> int:
@@ -627,6 +669,15 @@ class CheckedSync(DelayedSync):
             with naming_unit(unit.shard):
                 digests[unit.shard.index] = unit.preview(self._groups, self.plan.rules, scratch)
         return digests
+
+    def mean_digests(self) -> dict[int, Tensor]:
+        """Digests of the means of moments, by the position of units that have some. After
+        `preview`, which makes copies of a parameter identical in them."""
+        return {
+            unit.shard.index: tensor_digest(unit.moments.means.values())
+            for unit in self._inflight
+            if unit.moments is not None
+        }
 
 
 def _no_projection(unit: UnitSync) -> Tensor:

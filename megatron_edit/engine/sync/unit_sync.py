@@ -94,28 +94,32 @@ class UnitSync:
         groups: EngineGroups,
         decision: Decision,
         landing: LandingRule,
-        residual: Residual | None,
+        snapshot: Tensor | None = None,
     ) -> UnitSync:
         """Compute this replica's addend. Allocates its buffers; never blocks the host.
 
         Args:
             staged: the unit's state, where it stays on the device until the landing.
-            residual: see above.
+            snapshot: fp32 [numel], the parameters where training may have changed them since; None
+                where it has not.
         """
         replica, device = groups.sync.rank, groups.sync.device
         is_excluded = bool(decision.excluded[replica, shard.index])
+        residual = resident_state.residual
         unit = cls(shard, resident_state, is_excluded, staged, None, residual=residual)
         if not is_excluded and landing.needs_snapshot:
-            unit.snapshot = shard.gather(torch.empty(shard.numel, device=device))
+            if snapshot is None:
+                snapshot = shard.gather(torch.empty(shard.numel, device=device))
+            unit.snapshot = snapshot
         if not bool(decision.rollback[shard.index]):
             buffer = torch.empty(shard.numel, dtype=torch.float32, device=device)
             anchor = resident_state.stage_anchor() if staged is None else staged.anchor
             weight = float(decision.weights[replica, shard.index])
             with record_function("edit/addend"):
-                if unit.snapshot is None:
+                if snapshot is None:
                     delta = shard.pseudo_gradient(anchor.ready(), buffer)
                 else:
-                    delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
+                    delta = torch.sub(anchor.ready(), snapshot, out=buffer)
                 unit.average = weighted_contribution_(delta, weight)
             if staged is None:
                 anchor.release()
@@ -258,8 +262,7 @@ class UnitSync:
             _, clip = self._agree(groups, rules)
             average.copy_(self.average)
             rules.outer.step_(anchor, momentum, average, clip=clip, inner_lr=rules.inner_lr)
-        means = () if self.moments is None else self.moments.means.values()
-        return tensor_digest([anchor, momentum, *means])
+        return tensor_digest([anchor, momentum])
 
     def _agree(self, groups: EngineGroups, rules: SyncRules) -> tuple[Tensor, Tensor]:
         """Norm and clip of the average, the same on all ranks that hold the unit."""

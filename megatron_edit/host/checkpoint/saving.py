@@ -7,7 +7,7 @@ every save.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from megatron_edit.constants import ALL, LEADER
 from megatron_edit.engine import EditEngine
@@ -67,7 +67,7 @@ class SaveControl:
         if self._waits_for_sync():
             self._is_deferred = True
         else:
-            with nullcontext() if engine.elastic is None else engine.elastic.membership.working():
+            with engine.saved_parameters():
                 self._writer.write(self._plan(call.arguments["iteration"]), call)
             self._saved_at, self._is_deferred = now, False
         engine.clock.resume()
@@ -112,7 +112,14 @@ class SaveControl:
         elastic = self._engine.elastic
         if elastic is None:
             return True
-        return elastic.membership.is_leader and not self._engine.status.is_mid_round
+        return elastic.membership.is_leader and not self._is_mid_round
+
+    @property
+    def _is_mid_round(self) -> bool:
+        """Whether a checkpoint would hold replicas that differ. In an elastic run it holds the last
+        commit, and is written before they make another step."""
+        status = self._engine.status
+        return status.is_mid_round if self._engine.elastic is None else status.inner_steps > 0
 
     @property
     def should_end_training(self) -> bool:
@@ -122,7 +129,7 @@ class SaveControl:
     @property
     def _is_deferred_save_due(self) -> bool:
         """Whether a deferred save is due: the replicas have just synced."""
-        return self._is_deferred and not self._engine.status.is_mid_round
+        return self._is_deferred and not self._is_mid_round
 
     @property
     def _is_premature(self) -> bool:
@@ -135,8 +142,7 @@ class SaveControl:
 
     def _waits_for_sync(self) -> bool:
         """Return whether a save within a round is deferred to its sync: one inner state is kept."""
-        engine = self._engine
-        if self._policy == ALL or self._is_ending or not engine.status.is_mid_round:
+        if self._policy == ALL or self._is_ending or not self._is_mid_round:
             return False
         if not self._is_deferred and self._is_first:
             say(
@@ -147,7 +153,7 @@ class SaveControl:
 
     def _plan(self, iteration: int) -> SavePlan:
         status = self._engine.status
-        own, is_mid_round = iteration, status.is_mid_round
+        own, is_mid_round = iteration, self._is_mid_round
         is_stop_save = self._is_ending and not status.is_warmup and status.has_replica_stopped
         if is_stop_save:
             # Replicas stop at different steps: the records that all have exchanged decide.
