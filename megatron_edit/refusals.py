@@ -199,6 +199,11 @@ LAYER_WISE = Part(
     "`--optimizer muon --use-distributed-optimizer`",
     lambda values: values["optimizer"] == MUON and bool(values["use_distributed_optimizer"]),
 )
+UNSHARDED_MUON = Part(
+    "optimizer",
+    "`--optimizer muon` without `--use-distributed-optimizer`",
+    lambda values: values["optimizer"] == MUON and not values["use_distributed_optimizer"],
+)
 NO_AVERAGED_GRADIENTS = Part(
     "edit_warmup_steps edit_final_sync_fraction",
     "neither a warm-up nor a final phase",
@@ -484,14 +489,12 @@ MUON_ROWS = tuple(
         (given("use_precision_aware_optimizer"), HAS_MUON,
          "keeps no main parameters that Muon could step", _DROP),
         (given("optimizer_cpu_offload"), HAS_MUON, "steps parameters with its own Adam", _DROP),
-        (_SYNC_OVERLAP, HAS_MUON,
-         "is not supported yet: Muon's parameters are synced in blocking mode",
-         "use --edit-sync-mode auto"),
+        (_SYNC_OVERLAP, UNSHARDED_MUON,
+         "every rank steps all matrices, so that Megatron gathers none in the forward pass",
+         "add --use-distributed-optimizer, or use --edit-sync-mode auto"),
         (missing("bf16"), LAYER_WISE,
          "Megatron's layer-wise distributed optimizer trains in bf16 only",
          "add --bf16, or drop --use-distributed-optimizer"),
-        (given("overlap_param_gather"), LAYER_WISE,
-         f"{_LATER}: layer-wise syncs are blocking", "drop --overlap-param-gather"),
         (Part("num_distributed_optimizer_instances", "`--num-distributed-optimizer-instances` > 1",
               lambda values: (values["num_distributed_optimizer_instances"] or 1) > 1), LAYER_WISE,
          "Megatron's layer-wise distributed optimizer supports one instance only", _DROP),

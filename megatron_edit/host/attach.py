@@ -34,8 +34,8 @@ from megatron_edit.host.cpu import (
     cpu_argument_defaults,
     enable_cpu_backend,
     patch_checkpoints,
-    patch_layer_wise_gathers,
     patch_sequence_parallelism,
+    patch_unequal_gathers,
 )
 from megatron_edit.host.files import check_folder
 from megatron_edit.host.muon import import_optimizers
@@ -121,7 +121,7 @@ class Attachment:
         if self._device.type == "cpu":
             patch_sequence_parallelism(self._patcher)
             patch_checkpoints(self._patcher)
-            patch_layer_wise_gathers(self._patcher)
+            patch_unequal_gathers(self._patcher)
         self._wrap_arguments()
 
     def detach(self) -> None:

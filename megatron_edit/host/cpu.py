@@ -416,28 +416,41 @@ def _one_by_one(
     return around
 
 
-def patch_layer_wise_gathers(patcher: Patcher) -> None:
-    """Make Megatron's layer-wise distributed optimizer broadcast parameters instead of gathering.
+def patch_unequal_gathers(patcher: Patcher) -> None:
+    """Make `all_gather` accept tensors of different sizes from the ranks, by a broadcast from each.
 
-    Its gather takes tensors of different sizes from the ranks, which NCCL supports and gloo does
-    not. Megatron also implements broadcasts with the same results. Imports Megatron; does nothing
-    if it has no such optimizer.
+    Megatron's layer-wise distributed optimizer gathers parameters in that way, after the step or,
+    bucket by bucket, in the forward pass. NCCL supports it, gloo does not.
 
-    Mutates: the class, through `patcher`.
+    Mutates: `torch.distributed`, through `patcher`.
     """
-    try:
-        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-    except ImportError:
-        return
+    patcher.wrap(dist, "all_gather", _by_broadcasts(dist.broadcast))
 
-    def broadcasting(gather: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(gather)
-        def broadcast(optimizer: LayerWiseDistributedOptimizer) -> object:
-            return optimizer.broadcast_params()
 
-        return broadcast
+def _by_broadcasts(
+    broadcast: Callable[..., dist.Work | None],
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    def around(equal: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(equal)
+        def gather(
+            outputs: Sequence[torch.Tensor],
+            part: torch.Tensor,
+            group: dist.ProcessGroup | None = None,
+            async_op: bool = False,
+        ) -> object:
+            if len({output.numel() for output in outputs}) == 1:
+                return equal(outputs, part, group=group, async_op=async_op)
+            outputs[dist.get_rank(group)].copy_(part)
+            works = [
+                broadcast(output, group=group, group_src=rank, async_op=async_op)
+                for rank, output in enumerate(outputs)
+                if output.numel()
+            ]
+            return _Gathers([work for work in works if work is not None]) if async_op else None
 
-    patcher.wrap(LayerWiseDistributedOptimizer, "allgather_params", broadcasting)
+        return gather
+
+    return around
 
 
 # ---- Makes Megatron's data loaders and asynchronous saves work on the CPU

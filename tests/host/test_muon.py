@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Flags, train
-from tests.host.layouts import LAYOUTS, PLAIN_DDP
+from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP
 from tests.host.runs import (
     PENALTY_OFF,
     EditRun,
@@ -75,8 +75,8 @@ def test_outer_presets_depend_on_inner_optimizer() -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [PLAIN, pytest.param(LAYER_WISE, marks=FULL)],
-    ids=["plain", "layer-wise"],
+    [PLAIN, pytest.param(LAYER_WISE, marks=FULL), pytest.param(LAYER_WISE | GATHER, marks=FULL)],
+    ids=["plain", "layer-wise", "layer-wise-overlap"],
 )
 def test_one_replica_with_identity_outer_step_is_stock_muon(tmp_path: Path, form: Flags) -> None:
     """N = 1, nu = 1, mu_o = 0, no penalty. Would catch a sync that changes Muon's state."""

@@ -105,10 +105,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"muon_scalar_optimizer": "lion"}, "auto", "--muon-scalar-optimizer lion"),
         ({"optimizer_cpu_offload": True}, "auto", "its own Adam"),
         ({"use_precision_aware_optimizer": True}, "auto", "no main parameters"),
-        ({}, "overlap", "blocking mode"),
+        ({}, "overlap", "every rank steps all matrices"),
         ({"use_distributed_optimizer": True}, "auto", "bf16 only"),
-        ({"use_distributed_optimizer": True, "bf16": True, "overlap_param_gather": True}, "auto",
-         "layer-wise syncs are blocking"),
         ({"use_distributed_optimizer": True, "bf16": True,
           "num_distributed_optimizer_instances": 2}, "auto", "one instance only"),
     ],
@@ -123,11 +121,18 @@ def test_arguments_incompatible_with_muon_are_refused(
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    "given", [{}, {"bf16": True}, {"use_distributed_optimizer": True, "bf16": True}]
-)
-def test_arguments_compatible_with_muon_are_accepted(given: dict[str, Any]) -> None:
+    ("given", "sync_mode"),
+    [
+        ({}, "auto"),
+        ({"bf16": True}, "auto"),
+        ({"use_distributed_optimizer": True, "bf16": True}, "auto"),
+        ({"use_distributed_optimizer": True, "bf16": True, "overlap_param_gather": True},
+         "overlap"),
+    ],
+)  # fmt: skip
+def test_arguments_compatible_with_muon_are_accepted(given: dict[str, Any], sync_mode: str) -> None:
     """Would catch a refusal of a working combination."""
-    check_muon(arguments(**given), "auto")
+    check_muon(arguments(**given), sync_mode)
 
 
 @pytest.mark.parametrize("version", ["0.2.9", "0.5.0", "999.9.9", "unknown"])
