@@ -409,6 +409,9 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
                 state, joins=state.joins + 1, layout=has["layout"], nominal=has["nominal"]
             )
             state = state.with_member(member)
+        elif entry.event == "copied":
+            if (copied := state.member(has["name"])) is not None:
+                state = state.with_member(replace(copied, applied=state.round))
         elif entry.event == "leave":
             state = state.after_leave(has["name"], has["reason"], has.get("failed_joins", 0))
             if state.is_vacant and state.is_finished:  # the hub ended before it recorded the end

@@ -46,7 +46,7 @@ class JournalEntry:
         time: seconds since 1970, on the hub's machine.
         term: how often a hub has been started on this journal, when the line was written.
         epoch: number of the membership that was valid, or that the line begins.
-        event: `open`, `join`, `leave`, `epoch`, `deal`, `commit`, `stop` or `end`.
+        event: `open`, `join`, `copied`, `leave`, `epoch`, `deal`, `commit`, `stop` or `end`.
         fields: what else the event has.
         hash: of the line and of all before it.
     """

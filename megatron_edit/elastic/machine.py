@@ -283,6 +283,8 @@ class _Step:
         if healed.round != state.round or healed.digest != state.digest:
             self._heal(member.name)  # it has copied what was committed before
             return
+        # The run goes on with this replica alone where all others leave.
+        self._record("copied", name=member.name)
         self._set(replace(member, applied=state.round))
         self._gather()
 

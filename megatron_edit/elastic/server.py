@@ -66,6 +66,7 @@ NOT_SHOWN = ("blocks", "handles", "holes")  # long fields of the journal
 WORDS = {  # for what the journal has, by event
     "open": "training begins again after {round} commits; {void} later ones are void",
     "join": "{name}",
+    "copied": "{name} holds the state",
     "leave": "{name}: {reason}",
     "epoch": "{epoch}: {names}; leader: {leader}",
     "deal": "{number}: {names} train on",

@@ -450,6 +450,23 @@ def test_joiner_that_is_lost_again_and_again_is_counted() -> None:
     assert counts(run)[-1] == 1
 
 
+def test_joiner_that_all_others_leave_is_not_forgotten() -> None:
+    """It holds the state, and goes on alone. Would catch: a hub that is started again knows of no
+    replica, and the run cannot go on."""
+    run = HubDecisions("a", rounds=1)
+    run.join("b", 1)
+    assert run.records == ["copied"]
+    run.take("a", Lost())
+    for is_restarted in (False, True):
+        if is_restarted:
+            run.restart()
+        assert [each.name for each in run.state.expected] == ["b"]
+        assert run.state.phase is Phase.GATHER
+    run.take("b", run.hello("b", 1, "2", is_fresh=False, applied=1, digest="d0"))
+    run.arrive("b")
+    assert run.records == ["epoch"] and run.state.members == ("b",)
+
+
 def test_who_does_not_form_the_groups_goes() -> None:
     run = HubDecisions("a", "b", "c", rounds=1)
     fail(run, ("a", ()))

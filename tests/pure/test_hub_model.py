@@ -403,8 +403,24 @@ def returns(world: World, num: int, most: int = 2) -> Iterator[World]:
             yield world.with_peer(index, Peer(fresh, starts=peer.starts + 1, steps=steps))
 
 
+@cache
+def restarted(journal: tuple[str, ...], minimum: int) -> HubState:
+    return replay(entries(journal), minimum)
+
+
+def durable(hub: HubState) -> tuple[Any, ...]:
+    """What a hub knows, and must know again when it is started again."""
+    roster = [(each.name, each.incarnation, hub.round == each.applied) for each in hub.roster]
+    phase = hub.phase if hub.phase in (Phase.OPENING, Phase.ENDED) else None
+    return (
+        roster, hub.members, hub.epoch, hub.lineage, hub.round, hub.digest, hub.dealt, phase,
+        hub.is_stopping, hub.is_over,
+    )  # fmt: skip
+
+
 def check(world: World) -> None:
     """What holds in every state."""
+    assert durable(restarted(world.journal, world.hub.minimum)) == durable(world.hub)
     commits: list[str] = []
     ever: set[str] = set()
     open_deal(world.journal)
