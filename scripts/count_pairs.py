@@ -8,6 +8,7 @@ checks of a start. `make_flags_doc.py` writes the counts to docs/flags.md.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import combinations
@@ -100,13 +101,19 @@ def counts(of: Mapping[tuple[Choice, Choice], Refusal | None]) -> tuple[int, int
     return len(of) - refused, refused
 
 
+def as_text(message: str) -> str:
+    """Return a part of an error message without places for values."""
+    return re.sub(r" ?\{\w+\}", "", message)
+
+
 def main() -> int:
     """Print the refused pairs and the counts."""
     OneLineParser(prog="count_pairs", description=(__doc__ or "").partition("\n")[0]).parse_args()
     found = matrix()
     for ((axis, value), (other_axis, other)), row in found.items():
         if row is not None:
-            print(f"{value} ({axis}) with {other} ({other_axis}): {row.given.words} {row.rule}")
+            why = f"{row.given.words} {as_text(row.rule)}"
+            print(f"{value} ({axis}) with {other} ({other_axis}): {why}")
     accepted, refused = counts(found)
     print(f"{len(found)} pairs: {accepted} are accepted, {refused} are refused")
     return 0

@@ -10,14 +10,13 @@ it with --check.
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from count_pairs import counts, matrix
+from count_pairs import as_text, counts, matrix
 from generated_page import REPOSITORY, write_or_check
 from script_errors import exit_code_of
 
@@ -121,11 +120,6 @@ def pair_lines() -> Iterator[str]:
         firsts[rule, ", ".join(same)].append(first)
     for (rule, others), same in firsts.items():
         yield f"| {', '.join(same)} | {others} | {rule} |\n"
-
-
-def as_text(message: str) -> str:
-    """Return a part of an error message without places for values."""
-    return re.sub(r" ?\{\w+\}", "", message)
 
 
 def page() -> str:
