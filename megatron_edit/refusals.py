@@ -321,7 +321,6 @@ AUTO_ROWS = (
       for part, reason in (
           (is_not("edit_strategy", *AUTO_STRATEGIES),
            "its tables of expected losses are those of EDiT"),
-          (HUB, "delays and most wire types are not elastic yet"),
           (is_not("edit_interval", FIXED), "it chooses a fixed interval"),
           (is_not("edit_inner_state", ALL),
            "with a delay there is no step at which replicas are equal"),

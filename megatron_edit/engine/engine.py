@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -101,7 +102,8 @@ class EditEngine:
         self._trigger = create_trigger(settings, host, state)
         self._outcomes = Outcomes(settings, host, state, reporter, self._trigger, membership)
         self.elastic = None if elastic is None else ElasticRounds(
-            settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes
+            settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes,
+            partial(self.use, is_resumed=True),
         )  # fmt: skip
         self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
         self._gradients = GradientAverager(settings.gradient_wire, host, groups)
@@ -179,6 +181,8 @@ class EditEngine:
         """
         state = self.state
         with self._context():
+            if self.elastic is not None and not state.is_stopping:
+                self.elastic.settle()  # the others wait for this replica's part of the round
             self.syncs.land_all()
             if not state.has_replica_stopped and not self._context.is_alone:
                 # Not stored as `state.records`: a save needs those of the last meeting in training.
@@ -478,6 +482,8 @@ class EditEngine:
         self._meetings = replace(self._meetings, has_digests=has_digests)
         self._trigger = create_trigger(settings, self.host, self.state)
         self._outcomes = replace(self._outcomes, settings=settings, trigger=self._trigger)
+        if self.elastic is not None:
+            self.elastic.use(settings, self._meetings, self._outcomes)
         self.syncs.begin_thread(self._context.explain)
         self.state.timeout.begin(self.state.timeout.length, settings.used.sync_interval)
         self.reporter.on_choice(choice, is_resumed=is_resumed)

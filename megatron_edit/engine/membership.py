@@ -240,6 +240,11 @@ class Membership:
         return self._round is not None
 
     @property
+    def is_exchanging(self) -> bool:
+        """Whether an attempt at the open round is under way, or complete."""
+        return self._round is not None and self._round.current is not None
+
+    @property
     def has_plan(self) -> bool:
         """Whether all ranks of the replica know what the open round decides, if it is committed as
         it is now."""

@@ -45,12 +45,13 @@ class Saved(NamedTuple):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """What the two replicas that remain of three have saved, in the middle of the training."""
+    """What the two replicas that remain of three have saved, in the middle of the training, where
+    not all units were at the anchor and the exchange of some was under way."""
     folder = tmp_path_factory.mktemp("elastic")
     saves = folder / "saves"
     # In three steps two replicas consume two global batches, and three replicas three.
     flags = {**FLAGS, **WIRES, "save": saves, "save_interval": 100, "exit_interval": 20,
-             "edit_sync_interval": 3}  # fmt: skip
+             "edit_sync_interval": 6, "edit_fragments": 2, "edit_delay_steps": 1}  # fmt: skip
     with elastic_run(folder, 3, flags=flags, start="abc") as run:
         run.wait_for_commits(1)
         run.signal("c", signal.SIGKILL)

@@ -147,6 +147,30 @@ def test_killed_replica_returns(tmp_path: Path) -> None:
         check_rates(run, "b", "ac")
 
 
+def test_returning_replica_uses_the_chosen_settings(tmp_path: Path) -> None:
+    """All replicas choose at the switch; one that joins later copies the choice with the state."""
+    flags = {"train_iters": ENDLESS, "lr_decay_iters": 150, "global_batch_size": 12,
+             "edit_auto": True, "edit_sync_interval": None, "edit_warmup_steps": 20}  # fmt: skip
+    env = {"SPY_RATES": "4e5,4e5", "SPY_DEVIATES": ""}  # bytes per second
+    hook = "tests.host.spy_state:record_with_fixed_measurements"
+    with elastic_run(tmp_path, 3, flags=flags, env=env, before=hook, start="abc") as run:
+        run.wait_for_commits(2)
+        run.signal("b", signal.SIGKILL)
+        run.wait_for(lambda: run.events("leave"), 20)
+        run.start("b")
+        run.wait_for(lambda: "b" in run.events("commit")[-1]["members"], 60)
+        run.stop("abc")
+        run.check_blocks(20 * 3)
+        (choice,) = json.loads((tmp_path / "logs" / "run.json").read_text())["choices"]
+        chosen = choice["settings"]
+        assert chosen["sync_dtype"] != "fp32" and chosen["delay_steps"] > 0
+        edges = [k * chosen["sync_interval"] // chosen["fragments"] for k in range(100)]
+        for line in run.lines("sync.jsonl")[:-1]:
+            length = edges[line["round"]] - edges[line["round"] - 1]
+            assert set(line["inner_steps"]) <= {0, length}, line["round"]
+        assert "--edit-auto" in run.starts["b"][-1].log.read_text()
+
+
 def test_hub_is_killed_again_and_again(tmp_path: Path) -> None:
     with elastic_run(
         tmp_path, 2, flags={"train_iters": 120, "global_batch_size": 8}, start="ab"

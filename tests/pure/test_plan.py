@@ -385,8 +385,11 @@ def test_suggested_settings_are_those_that_edit_auto_chooses() -> None:
         assert {each: getattr(better, each) for each in chosen} == chosen
     assert "settings" not in {a.subject for a in advise(job, "co2", at(1e9), None)}
     hub = ("--edit-hub", "h:1", "--edit-replica-name", "a", "--edit-nominal-replicas", "8")
-    elastic = job_of("llama_7b", 8, "--use-edit", *hub)
-    assert "settings" not in {a.subject for a in advise(elastic, "edit", at(1e9), None)}
+    elastic = job_of("llama_7b", 8, "--use-edit", *hub)  # no sync lands in the forward pass
+    found = {a.subject: a for a in advise(elastic, "edit", at(1e8), None)}["settings"]
+    assert "--edit-delay-steps" in str(found.value)
+    delayed = job_of("llama_7b", 8, "--use-edit", *hub, "--edit-delay-steps", "4")
+    assert delayed.is_elastic and delayed.config("edit").sync_mode == "blocking"
 
 
 def test_offload_is_suggested_where_it_saves_the_memory() -> None:

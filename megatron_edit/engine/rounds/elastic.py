@@ -43,6 +43,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import CheckedSync
 from megatron_edit.engine.units import Selection, select_units
 from megatron_edit.errors import SyncProtocolError
+from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.digest import as_hex, combine
 from megatron_edit.method.ledger import runs_of
 
@@ -223,6 +224,7 @@ class ElasticRounds:
         parts: of an elastic run.
         syncs: with anchor and momentum.
         meetings: makes and reads records.
+        on_choice: called with the settings that the others have chosen, when this replica joins.
         is_ending: whether the last commit ends training, on request.
         digest: of anchor and momentum after the last commit, as the hub has it.
         shard_digests: the same of this rank's shards, by unit position.
@@ -236,6 +238,7 @@ class ElasticRounds:
     syncs: SyncManager
     meetings: Meetings
     outcomes: Outcomes
+    on_choice: Callable[[AutoChoice], None]
     is_ending: bool = False
     digest: str = ""
     shard_digests: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -249,6 +252,11 @@ class ElasticRounds:
 
     def __post_init__(self) -> None:
         self.membership.on_idle = self._serve_moments
+        self.membership.trains_on = self._trains_on
+
+    def use(self, settings: EngineSettings, meetings: Meetings, outcomes: Outcomes) -> None:
+        """Use other settings from the next round on, while none is open."""
+        self.settings, self.meetings, self.outcomes = settings, meetings, outcomes
         self.membership.trains_on = self._trains_on
 
     @property
@@ -318,8 +326,11 @@ class ElasticRounds:
         if self.membership.is_open and self._own is not None:
             if self.state.step >= self._own.step + self.settings.landing.delay:
                 self.settle()
-            else:
-                self._turn(waits=False)
+                return
+            self._turn(waits=False)
+            # After a loss all form their groups together, and then train on.
+            while self.membership.is_open and not self.membership.is_exchanging:
+                self._turn(waits=True)
 
     def settle(self) -> None:
         """Wait until the open round, if there is one, is committed.
@@ -461,6 +472,8 @@ class ElasticRounds:
         self.syncs.set_parameters_to_anchor()
         rounds = round_state(about.rounds, len(about.assigned_to))
         rounds = replace(rounds, assigned_to=about.assigned_to)
+        if rounds.choice is not None and rounds.choice != self.settings.choice:
+            self.on_choice(rounds.choice)
         assert rounds.assignment is not None, "rounds without assigned blocks"
         consumed, self.digest = rounds.assignment.num_consumed, found
         self.host.join_local(consumed, about.common, is_over=rounds.assignment.is_over)

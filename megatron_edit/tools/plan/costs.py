@@ -448,23 +448,26 @@ def _round_parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Me
     moments, group = MomentSchedule.of(config).rule, -(-elements // config.fragments)
     depth = config.prefetch_units if overlaps and landing.is_immediate else 1
     place, in_flight = HOST if config.offload else DEVICE, partial(_vectors, when=SYNCING)
+    checks = config.check_commits or job.is_elastic  # `CheckedSync`
     yield _vectors("anchor", elements, place=place)
     yield _vectors("outer momentum", elements, place=place)
     if wire.has_residual:
         row = max(job.rank_numels, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
         yield _vectors(f"residuals of {wire.name}", elements + owned)
-        if config.check_commits:
-            yield in_flight("residuals before the commit", elements + owned)
+        if checks:
+            yield in_flight("residuals before the commit", (elements + owned) // config.fragments)
     moment_numel = max(_staged(row, depth, is_offloaded=False) for row in job.rank_numels)
     if not landing.is_immediate:
-        what = "average and snapshot" if landing.needs_snapshot else "average"
-        yield in_flight(f"{what} in flight", group * (2 if landing.needs_snapshot else 1))
+        has_snapshot = landing.needs_snapshot or job.is_elastic
+        what = "average and snapshot" if has_snapshot else "average"
+        yield in_flight(f"{what} in flight", group * (2 if has_snapshot else 1))
         moment_numel = group
     staged = max(_staged(row, depth, is_offloaded=config.offload) for row in job.rank_numels)
     yield in_flight("staging", staged)
-    if config.check_commits:  # `CheckedSync`
-        yield in_flight("averages before the commit", elements)
+    if checks:
+        if landing.is_immediate:
+            yield in_flight("averages before the commit", group)
         yield in_flight("scratch of the comparison", 3 * largest)
     yield in_flight("moments in flight", len(moments.kinds) * moment_numel)
     if wire.codec is not None or moments.kinds:

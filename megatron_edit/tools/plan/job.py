@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from megatron_edit.command_line import OPTIMIZER, config_from_argv
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import BF16, EMBEDDING, FINAL, FP32
+from megatron_edit.constants import BF16, BLOCKING, EMBEDDING, FINAL, FP32
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, flag
 from megatron_edit.method.auto import SyncSettings
@@ -388,6 +388,11 @@ class Job:
         each = self.architecture.flops_per_token() * (4 / 3 if self.recomputes else 1)
         return each * self.batch * self.architecture.seq_length
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a hub commits each round."""
+        return config_from_argv(self.edit_flags).hub is not None
+
     def config(self, strategy: str, *, chooses: bool = False) -> EditConfig:
         """Return the settings of a strategy: its presets, and the given flags that apply to it.
 
@@ -399,8 +404,8 @@ class Job:
         """
         given = config_from_argv(self.edit_flags)
         words = without(self.edit_flags, {flag("strategy"), *map(flag, _PLACEMENT)})
-        if given.hub is not None:  # a result is applied after the commit, as with this flag
-            words = [*without(words, {flag("check_commits")}), flag("check_commits")]
+        if self.is_elastic:
+            words = [*without(words, {flag("sync_mode")}), flag("sync_mode"), BLOCKING]
         words += [flag("strategy"), strategy, flag("num_replicas"), str(self.mesh.num_replicas)]
         if flag("use_edit") not in words:
             words.append(flag("use_edit"))
