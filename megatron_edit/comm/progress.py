@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.polling import poll_interval
+from megatron_edit.errors import ReplicaLostError
 
 LONGEST_POLL_SECONDS = 0.005
 CLOSE_SECONDS = 5.0
@@ -115,6 +116,14 @@ class ProgressThread:
         if work is None:
             return
         began = time.monotonic()
-        while not (work.is_completed or self._is_closed):
+        while not (self._is_closed or self._needs_pass or _is_over(work)):
             time.sleep(poll_interval(time.monotonic() - began, LONGEST_POLL_SECONDS))
         self._needs_pass = True
+
+
+def _is_over(work: Work) -> bool:
+    """Whether a collective is done or has failed; the next pass finds out, if it still matters."""
+    try:
+        return work.is_completed
+    except ReplicaLostError:
+        return True

@@ -152,6 +152,8 @@ class EditEngine:
                 if self.elastic is not None:
                     self.elastic.join()
                 self._meet(self._trigger.next_meeting())
+                if self.elastic is not None:  # its first step may take long
+                    self.elastic.settle()
                 if self.status.is_final_phase:
                     # The other replicas report the loss of the step that this one made.
                     self.record_loss(self.state.losses.forget())
@@ -180,9 +182,8 @@ class EditEngine:
         Collective: all replicas, unless one has stopped before.
         """
         state = self.state
+        self.settle()
         with self._context():
-            if self.elastic is not None and not state.is_stopping:
-                self.elastic.settle()  # the others wait for this replica's part of the round
             self.syncs.land_all()
             if not state.has_replica_stopped and not self._context.is_alone:
                 # Not stored as `state.records`: a save needs those of the last meeting in training.
@@ -290,6 +291,7 @@ class EditEngine:
             Whether all replicas take part: none stops here.
         """
         state = self.state
+        self.settle()  # nothing goes on with an open round during an evaluation
         if not state.is_stopping and not self._context.is_alone:
             with self._context("the meeting before an evaluation or an end"):
                 self.syncs.land_all()
@@ -354,12 +356,21 @@ class EditEngine:
     def land_all(self) -> None:
         """Land the landing sync (then collective) and finish all exchanges, before a save. Delayed
         syncs that are due later do not land now."""
+        self.settle()
         with self._context():
-            if self.elastic is not None:
-                self.elastic.settle()
             self.syncs.land_all()
             self.syncs.finish_exchanges()
         self.state.timeout.is_in_steps = False
+
+    def settle(self) -> None:
+        """Wait until the open round of an elastic run is committed: the others wait for this
+        replica's part of it.
+
+        Collective: the ranks of the replica.
+        """
+        if self.elastic is not None and not self.state.is_stopping:
+            with self._context():
+                self.elastic.settle()
 
     @contextmanager
     def saved_parameters(self) -> Iterator[None]:

@@ -213,7 +213,7 @@ class Membership:
         on_leave: called on rank 0 before this replica leaves.
         members: replicas of the epoch, in the order of the groups' ranks.
         leader: the member that writes what only one may write.
-        trains_on: whether replicas train on while a round is exchanged.
+        has_deals: whether replicas are to know as soon as they meet what they train on next.
     """
 
     name: str
@@ -232,7 +232,7 @@ class Membership:
     _heal: Heal | None = None
     _aside: list[Attempt] = field(default_factory=list)
     _round: OpenRound | None = None
-    trains_on: bool = False
+    has_deals: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -350,8 +350,22 @@ class Membership:
         if isinstance(order, FormEpoch):
             self._put_aside(work)
             _, order = self._form(order)
-            if order is None:
-                return None
+        elif order is None:
+            self._report_work(work, statuses)
+        return None if order is None else self._obey(work, order)
+
+    def _report_work(self, work: OpenRound, statuses: Sequence[int]) -> None:
+        """Report an attempt that is complete on all ranks, or has failed on one."""
+        if Status.FAILED in statuses:
+            self._put_aside(work)
+            self._report(ExchangeFailed(self.epoch))
+        elif all(each == Status.DONE for each in statuses):
+            assert work.current is not None
+            self._report(Exchanged(work.current.result(self.epoch)))
+            work.status = Status.IDLE
+
+    def _obey(self, work: OpenRound, order: Order) -> Attempt | None:
+        """Do what the hub says about the open round; return the attempt to apply, if it says so."""
         if isinstance(order, Go):
             work.current, work.began = work.begin(order), time.monotonic()
             work.status = Status.RUNNING
@@ -368,15 +382,8 @@ class Membership:
         elif isinstance(order, Heal):
             self._heal = order
             self.copy_state(work.copy)
-        elif order is not None:
+        else:
             raise self._end_of(order)
-        elif Status.FAILED in statuses:
-            self._put_aside(work)
-            self._report(ExchangeFailed(self.epoch))
-        elif all(each == Status.DONE for each in statuses):
-            assert work.current is not None
-            self._report(Exchanged(work.current.result(self.epoch)))
-            work.status = Status.IDLE
         return None
 
     def check(self) -> None:
@@ -389,7 +396,12 @@ class Membership:
             raise self._end_of(order)
 
     def leave(self, reason: str) -> None:
-        """Tell the hub that this replica ends, and close the connection. Idempotent."""
+        """Tell the hub that this replica ends, and close the connection; an open round is dropped.
+        Idempotent."""
+        work, self._round = self._round, None
+        if work is not None and work.current is not None:
+            work.current.abandon()
+            self._aside.append(work.current)
         if self.agent is not None:
             self.on_leave()
             agent, self.agent = self.agent, None
@@ -525,7 +537,7 @@ class Membership:
         statuses, _ = self._share(status, takes_order=False)
         if any(each != Status.DONE for each in statuses) or not copy.finish(heal.digest):
             return False
-        steps = 0 if self.trains_on else None
+        steps = 0 if self.has_deals else None
         self._report(StateCopied(heal.round, heal.digest, self.handles(), steps))
         return True
 

@@ -389,7 +389,10 @@ class RunState:
         self.timeout.meetings = settings.used.fragments
         if self.timer is not None:
             self.timer.length = settings.round_seconds
+        if settings.is_timed:
             self.timeout.timed_seconds = settings.used.sync_seconds
+        elif settings.assigns_blocks:
+            self.timeout.timed_steps = settings.used.sync_interval
         if isinstance(self.losses, StepLosses):
             self.losses.steps = length
 

@@ -433,17 +433,17 @@ def _by_broadcasts(
     def around(equal: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(equal)
         def gather(
-            outputs: Sequence[torch.Tensor],
-            part: torch.Tensor,
+            tensor_list: Sequence[torch.Tensor],
+            tensor: torch.Tensor,
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> object:
-            if len({output.numel() for output in outputs}) == 1:
-                return equal(outputs, part, group=group, async_op=async_op)
-            outputs[dist.get_rank(group)].copy_(part)
+            if len({output.numel() for output in tensor_list}) == 1:
+                return equal(tensor_list, tensor, group=group, async_op=async_op)
+            tensor_list[dist.get_rank(group)].copy_(tensor)
             works = [
                 broadcast(output, group=group, group_src=rank, async_op=async_op)
-                for rank, output in enumerate(outputs)
+                for rank, output in enumerate(tensor_list)
                 if output.numel()
             ]
             return _Gathers([work for work in works if work is not None]) if async_op else None

@@ -90,6 +90,22 @@ def flip_in_exchange() -> None:
     SyncManager.start = spied  # type: ignore[method-assign]
 
 
+def stop_at_meeting() -> None:
+    """Ask itself to stop at a meeting, in the step after which a round is exchanged, once the file
+    `stop` is there."""
+    from megatron_edit.engine.rounds.elastic import ElasticRounds
+
+    meet = ElasticRounds.meet
+
+    def stopped(self: ElasticRounds, meeting: Any) -> None:
+        meet(self, meeting)
+        if (wanted := out_dir() / "stop").exists():
+            wanted.rename(out_dir() / "stopped")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    ElasticRounds.meet = stopped  # type: ignore[method-assign]
+
+
 def end_in_save() -> None:
     """Send itself a signal in the completion of a checkpoint, before the tracker names it.
 

@@ -27,6 +27,13 @@ WARMUP = 2
 ENDLESS = 100_000  # steps
 
 
+# What a training over a slow link needs.
+TRAINS_ON: dict[str, Any] = {
+    "edit_delay_steps": 1, "edit_fragments": 2, "edit_sync_dtype": "int8",
+    "edit_average_moments": "both",
+}  # fmt: skip
+
+
 def losses_of(lines: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """Step, loss and learning rate of each iteration in a replica's event file."""
     return [(x["replica_step"], x["loss"], x["lr"]) for x in lines if "replica_step" in x]
@@ -56,6 +63,7 @@ def digests_of(run: ElasticRun, name: str) -> list[str]:
         ("tp2", 2, {"edit_sync_dtype": "int4", "edit_average_moments": "second"}),
         ("m2", 2, {"edit_delay_steps": 2}),
         ("m2", 2, {"edit_fragments": 3}),
+        ("m2", 2, {"edit_mix": 0.25}),
         (
             "tp2",
             2,
@@ -171,9 +179,10 @@ def test_returning_replica_uses_the_chosen_settings(tmp_path: Path) -> None:
         assert "--edit-auto" in run.starts["b"][-1].log.read_text()
 
 
-def test_hub_is_killed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, TRAINS_ON], ids=["waits", "trains on"])
+def test_hub_is_killed_again_and_again(tmp_path: Path, more: dict[str, Any]) -> None:
     with elastic_run(
-        tmp_path, 2, flags={"train_iters": 120, "global_batch_size": 8}, start="ab"
+        tmp_path, 2, flags={"train_iters": 120, "global_batch_size": 8, **more}, start="ab"
     ) as run:
         for count in range(4):
             run.wait_for_commits(2 * count + 2)
@@ -358,10 +367,12 @@ def test_run_has_not_ended_while_its_last_save_is_missing(tmp_path: Path) -> Non
         assert (saves / "latest_checkpointed_iteration.txt").read_text() == "60"
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "more"), [("killed", {}), ("frozen", {}), ("killed", TRAINS_ON), ("frozen", TRAINS_ON)]
+)
+def test_replica_is_lost_in_the_exchange(tmp_path: Path, how: str, more: dict[str, Any]) -> None:
     """With all units on their way: collectives that wait for it must not hold up the next ones."""
-    flags = {"train_iters": ENDLESS, "global_batch_size": 8, "num_layers": 6}
+    flags = {"train_iters": ENDLESS, "global_batch_size": 8, "num_layers": 6, **more}
     with elastic_run(
         tmp_path, 4, flags=flags, before="tests.host.spy_faults:end_in_exchange", start="abcd"
     ) as run:
@@ -415,6 +426,23 @@ def test_evaluations_and_tensorboard_need_no_other_replica(tmp_path: Path) -> No
         found = [line for line in run.lines("loss.jsonl") if line.get("split") == "validation"]
         assert len(found) >= 5, run.lines("loss.jsonl")
         assert all(any((tmp_path / "board" / name).iterdir()) for name in "ab")
+
+
+def test_leader_that_stops_in_an_open_round_ends(tmp_path: Path) -> None:
+    """It saves nothing that is not committed, and does not wait for a commit that it has left."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": ENDLESS, "global_batch_size": 8, "exit_signal_handler": True,
+             "save": saves, "save_interval": ENDLESS, **TRAINS_ON}  # fmt: skip
+    hook = "tests.host.spy_faults:stop_at_meeting"
+    with elastic_run(tmp_path / "run", 2, flags=flags, before=hook, start="ab") as run:
+        run.wait_for_commits(3)
+        leader = run.events("epoch")[-1]["leader"]
+        (run.spy_dir(leader) / "stop").touch()
+        assert run.codes(leader) == [0]
+        assert (run.spy_dir(leader) / "stopped").exists()
+        assert not (saves / "latest_checkpointed_iteration.txt").exists()
+        run.stop("ab".replace(leader, ""))
+        run.check_blocks(WARMUP * 2)
 
 
 def test_request_to_stop_in_the_warm_up_saves(tmp_path: Path) -> None:

@@ -372,14 +372,15 @@ def test_every_kind_of_elastic_run_is_shown(
 
 
 def test_advice_is_valid_in_an_elastic_run(tmp_path: Path) -> None:
-    """Its syncs are blocking: neither delays nor overlap can hide them."""
+    """A delay can hide its syncs, overlap cannot."""
     made_up = SyntheticElasticRun([SyntheticEpoch("abc", 6)])
     logs = made_up.write(tmp_path)
     for line in made_up.lines["sync.jsonl"]:
         line["seconds"] |= {"exposed": 0.8, "wait": 0.1}
     text = "".join(json.dumps(line) + "\n" for line in made_up.lines["sync.jsonl"])
     (logs / "sync.jsonl").write_text(text)
-    assert "of the time: raise --edit-sync-interval." in finding_texts(read_run(logs))
+    hiding = "of the time: raise --edit-sync-interval, or hide the exchange (--edit-delay-steps)."
+    assert hiding in finding_texts(read_run(logs))
     for line in made_up.lines["sync.jsonl"]:
         line["seconds"]["wait"] = 4.0
     text = "".join(json.dumps(line) + "\n" for line in made_up.lines["sync.jsonl"])

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 from argparse import Namespace
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,7 +263,8 @@ class Saves:
         clock = anything(pause=lambda: None, resume=lambda: None)
         records = [anything(step=12, inner_steps=2), anything(step=10, inner_steps=0)]
         self.engine = anything(
-            land_all=lambda: None, clock=clock, elastic=None,
+            land_all=lambda: None, settle=lambda: None, saved_parameters=nullcontext,
+            clock=clock, elastic=None,
             settings=anything(assigns_blocks=False),
             status=anything(**{
                 "step": 15, "suppresses_joint_actions": False, "is_warmup": False,

@@ -190,16 +190,20 @@ class Outcomes:
         """Begin the next round: update the state shared by all replicas, the host's schedule and
         counters, and the buffers that no optimizer owns."""
         assert plan.decision is not None, "a plan without a sync"
-        samples = self.samples_after(plan)
+        samples, assignment = self.samples_after(plan), plan.after.assignment
         self.state.apply(plan, self.reporter, samples)
         if plan.is_assigned:
+            assert assignment is not None
+            if assignment.late and not plan.landing.is_immediate:
+                # The others may have begun this round before a replica was lost: alike on all.
+                samples = self.host.samples_of(assignment.num_consumed + len(assignment.late))
             self.host.end_round(
                 samples,
-                num_replicas=len(plan.records),
+                num_replicas=assignment.num_replicas,
                 is_over=self.trigger.is_over and not self.settings.has_final_phase,
                 next_meeting_without_step=plan.next_meeting_without_step,
             )
-        elif plan.after.assignment is None:
+        elif assignment is None:
             behind = plan.schedule_position - self.host.progress().schedule_position
             if behind:  # this replica skipped steps: catch up with the others' learning rate
                 self.host.advance_schedule(behind)

@@ -1,8 +1,8 @@
 """Meetings of an elastic run: the hub decides when replicas exchange, and what is committed.
 
-A round is exchanged into buffers first. Nothing of the next round is applied on any rank before the
-hub has recorded the commit; whatever fails before that is put aside, and exchanged again by the
-replicas that are left, from unchanged parameters.
+A round is exchanged into buffers first. Nothing of its result is applied on any rank before the hub
+has recorded the commit; whatever fails before that is put aside, and exchanged again by those that
+are left, from the parameters of the meeting. With a delay they train on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -61,7 +62,7 @@ class OwnPart:
         row: the record of this replica.
         step: s.
         snapshots: fp32 [numel] by unit, the parameters, which training may change until the commit.
-        began: monotonic seconds.
+        waited: seconds for the others.
     """
 
     before: RoundState
@@ -71,7 +72,7 @@ class OwnPart:
     row: torch.Tensor
     step: int
     snapshots: Mapping[str, torch.Tensor]
-    began: float
+    waited: float
 
 
 class RoundAttempt:
@@ -137,13 +138,13 @@ class RoundAttempt:
         rounds, before = self._rounds, self._before
         assert self.plan is not None and self.sync is not None, "an exchange that is not over"
         assert self._projections is not None
-        self.sync.finish_exchange()
-        is_corrupt = self.sync.corrupt_averages(self._projections[1].cpu())
+        sent = self._projections[1].cpu()
+        is_corrupt, previewed, of_moments = rounds.syncs.result_of(self.sync, sent)
         chosen, names = self.own.selection.indices, self.sync.units.names
-        found = {chosen[index]: digest for index, digest in self.sync.preview().items()}
+        found = {chosen[index]: digest for index, digest in previewed.items()}
         self.shard_digests = {**rounds.shard_digests, **found}
         units, digest = replica_digests(rounds.host.plan, rounds.groups, self.shard_digests)
-        means = combine([int(each) for each in self.sync.mean_digests().values()])
+        means = combine([int(each) for each in of_moments.values()])
         row = torch.tensor([plan_digest(self.plan), means, *is_corrupt])
         plans, of_means, *corrupt = rounds.groups.replica.all_gather(row).t()
         after, assignment = self.plan.after.assignment, before.assignment
@@ -188,8 +189,8 @@ class RoundAttempt:
             raise SyncProtocolError(f"an elastic round ends with {plan.outcome}")
         sync = rounds.syncs.prepare(
             rounds.outcomes.sync_plan(plan, own.selection, own.step),
-            own.began,
-            self._began - own.began,
+            self._began - own.waited,
+            own.waited,
             checks_commit=True,
             snapshots=own.snapshots,
         )
@@ -225,7 +226,8 @@ class ElasticRounds:
         syncs: with anchor and momentum.
         meetings: makes and reads records.
         on_choice: called with the settings that the others have chosen, when this replica joins.
-        is_ending: whether the last commit ends training, on request.
+        is_ending: whether training ends with the round that was exchanged last, on request.
+        has_dropped_round: whether this replica has left while a round was open.
         digest: of anchor and momentum after the last commit, as the hub has it.
         shard_digests: the same of this rank's shards, by unit position.
     """
@@ -240,6 +242,7 @@ class ElasticRounds:
     outcomes: Outcomes
     on_choice: Callable[[AutoChoice], None]
     is_ending: bool = False
+    has_dropped_round: bool = False
     digest: str = ""
     shard_digests: Mapping[int, torch.Tensor] = field(default_factory=dict)
     _own: OwnPart | None = None
@@ -252,12 +255,12 @@ class ElasticRounds:
 
     def __post_init__(self) -> None:
         self.membership.on_idle = self._serve_moments
-        self.membership.trains_on = self._trains_on
+        self.membership.has_deals = self._has_deals
 
     def use(self, settings: EngineSettings, meetings: Meetings, outcomes: Outcomes) -> None:
         """Use other settings from the next round on, while none is open."""
         self.settings, self.meetings, self.outcomes = settings, meetings, outcomes
-        self.membership.trains_on = self._trains_on
+        self.membership.has_deals = self._has_deals
 
     @property
     def membership(self) -> Membership:
@@ -265,11 +268,11 @@ class ElasticRounds:
         return self.parts.membership
 
     @property
-    def _trains_on(self) -> bool:
+    def _has_deals(self) -> bool:
         """Whether the next round begins before the commit, or a sync has not all units: what it
         trains on, and whether it is the last one, is then known as soon as the replicas meet."""
         settings = self.settings
-        return settings.used.fragments > 1 or not settings.landing.is_immediate
+        return settings.used.fragments > 1 or not settings.landing.is_direct_copy
 
     @property
     def is_joining(self) -> bool:
@@ -296,6 +299,7 @@ class ElasticRounds:
         assignment = self.state.rounds.assignment
         is_finished = self.is_ending or (assignment is not None and assignment.is_over)
         self.parts.shared.withdraw()
+        self.has_dropped_round = self.membership.is_open
         self.membership.leave(reason or ("finished" if is_finished else "signal"))
 
     def meet(self, meeting: MeetingPlan) -> None:
@@ -307,8 +311,8 @@ class ElasticRounds:
         self.syncs.land(self.syncs.of_units(meeting.selection))
         self._own = self._attempt = None
         began = time.monotonic()
-        steps = self.state.inner_steps if self._trains_on else None
-        self.membership.open_round(lambda go: self._begin(meeting, began, go), self, steps)
+        steps = self.state.inner_steps if self._has_deals else None
+        self.membership.open_round(partial(self._begin, began), self, steps)
         while not self.membership.has_plan or self._lands_at_once:
             self._turn(waits=True)
             if not self.membership.is_open:
@@ -323,14 +327,18 @@ class ElasticRounds:
 
         Collective: the ranks of the replica.
         """
-        if self.membership.is_open and self._own is not None:
-            if self.state.step >= self._own.step + self.settings.landing.delay:
-                self.settle()
-                return
+        if not self.membership.is_open:
+            return
+        assert self._own is not None
+        self.state.clock.pause()  # waiting for other replicas is not inner training
+        if self.state.step >= self._own.step + self.settings.landing.delay:
+            self.settle()
+        else:
             self._turn(waits=False)
             # After a loss all form their groups together, and then train on.
             while self.membership.is_open and not self.membership.is_exchanging:
                 self._turn(waits=True)
+        self.state.clock.resume()
 
     def settle(self) -> None:
         """Wait until the open round, if there is one, is committed.
@@ -346,37 +354,35 @@ class ElasticRounds:
         assert self._own is not None
         return self._own.is_last or self.settings.landing.is_immediate
 
-    def _begin(self, meeting: MeetingPlan, began: float, go: Go) -> RoundAttempt:
+    def _begin(self, began: float, go: Go) -> RoundAttempt:
         """Begin to exchange the round, for the first time or again."""
         self.is_ending = go.is_last
-        self._own = self._own or self._own_part(meeting, began, go)
+        self._own = self._own or self._own_part(go, time.monotonic() - began)
         self._attempt = RoundAttempt(self, self._own)
         return self._attempt
 
-    def _own_part(self, meeting: MeetingPlan, began: float, go: Go) -> OwnPart:
-        state, syncs, selection, before = (
-            self.state,
-            self.syncs,
-            meeting.selection,
-            self.state.rounds,
-        )
-        dealt, is_last = dict(go.dealt) or None, meeting.is_last or go.is_last
+    def _own_part(self, go: Go, waited: float) -> OwnPart:
+        """What this replica brings. The meeting is that of the state now: this replica may have
+        copied a newer one while it waited."""
+        before, syncs, landing = self.state.rounds, self.syncs, self.settings.landing
+        meeting = self.outcomes.trigger.next_meeting()
+        selection, is_last = meeting.selection, meeting.is_last or go.is_last
+        dealt = dict(go.dealt) or None
         if dealt is not None:
             is_last |= before.next_assignment(dealt, is_timed=self.settings.is_timed).is_over
-        if is_last and not selection.has_all_units:
+        if is_last:
             selection = select_units(self.host.plan, range(len(self.host.plan.names)))
-            syncs.land(syncs.of_units(selection))
-        is_late = not (is_last or self.settings.landing.is_immediate)
-        norms, loss, _ = syncs.norms(selection, state.losses.mean())
+        syncs.land(syncs.of_units(selection))
+        norms, loss, _ = syncs.norms(selection, self.state.losses.mean())
         return OwnPart(
             before,
             selection,
             is_last,
             dealt,
             self.meetings.pack(norms, round_loss=loss),
-            state.step,
-            syncs.snapshots(selection) if is_late else {},
-            began,
+            self.state.step,
+            {} if is_last or landing.is_immediate else syncs.snapshots(selection),
+            waited,
         )
 
     def _turn(self, *, waits: bool) -> None:
@@ -399,6 +405,7 @@ class ElasticRounds:
             self.syncs.commit(sync)
             self.state.take(attempt.plan)
         self._publish()
+        self._own = self._attempt = None
 
     def begins_with(self, rounds: RoundState) -> RoundState:
         """The state of a checkpoint for the replicas that begin this run, known by name."""
@@ -435,6 +442,8 @@ class ElasticRounds:
         Raises:
             OSError: it could not be copied.
         """
+        if self.syncs.has_outer_state:  # of an earlier copy, which is out of date
+            self._outer = self.syncs.outer
         self._outer = self._outer or self.syncs.take_anchor()
         tensors = tensors_of(self._outer)
         moments = self._moments

@@ -249,8 +249,9 @@ class SyncManager:
     def abandon(self, sync: DelayedSync) -> None:
         """Forget a started sync of which nothing has been applied. The caller keeps it, and with
         it the buffers that are still in use."""
-        if sync in self.pending:
-            self.pending.remove(sync)
+        with self._main_thread():
+            if sync in self.pending:
+                self.pending.remove(sync)
 
     def snapshots(self, selection: Selection) -> dict[str, Tensor]:
         """Copies of the parameters of these units: fp32 [numel] by unit."""
@@ -266,8 +267,27 @@ class SyncManager:
         Collective: the ranks of the pipeline stage.
         """
         with self._main_thread():
+            sync.is_committed = True
             self.outer.begin_sync()
             sync.finish_steps()
+
+    def result_of(
+        self, sync: CheckedSync, sent: Tensor
+    ) -> tuple[list[bool], dict[int, Tensor], dict[int, Tensor]]:
+        """What all replicas must agree on before the commit of an exchanged sync.
+
+        Collective: the ranks of the pipeline stage.
+
+        Args:
+            sent: `CheckedSync.sent_projections` of all replicas, float64 [N, parts, 2].
+
+        Returns:
+            Which averages are corrupt, by unit; digests of anchor and momentum as they will be, and
+            of means of moments, by unit position.
+        """
+        with self._main_thread():
+            sync.finish_exchange()
+            return sync.corrupt_averages(sent), sync.preview(), sync.mean_digests()
 
     def check_commit(self, sync: Sync, plan: RoundPlan) -> None:
         """Finish the exchange of a sync, and check that all replicas will apply the same.
@@ -283,7 +303,7 @@ class SyncManager:
         when = f"before round {plan.after.count} was applied"
         digests = sync.preview()
         for index, mean in sync.mean_digests().items():
-            digests[index] = digests[index] * 3 + mean
+            digests[index] = digests[index] * 3 + mean  # both, and their order, count
         check_before_commit(sync.units, self._groups, digests, plan_digest(plan), when)
         self.begin_landing(sync)
         sync.count_exposed_since_start()

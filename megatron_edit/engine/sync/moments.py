@@ -6,7 +6,8 @@
 
 A rejected replica contributes exact zeros. If all are rejected, or the average could overflow, the
 unit is not exchanged, and its moments do not change. With a delay the mean is of the moments at the
-start of the sync, and replaces the moments that the steps since then have updated.
+start of the sync (of its last attempt, where a replica was lost), and replaces the moments that the
+steps since then have updated.
 """
 
 from __future__ import annotations

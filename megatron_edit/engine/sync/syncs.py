@@ -3,8 +3,8 @@
 Units start and land in forward order on every rank. `ForwardSync` lands immediately: it has at most
 `depth` units in flight, and each lands when the forward pass needs it, or in blocking mode all
 together. `DelayedSync` computes the addends of all its units at the start and lands them steps
-later; `CheckedSync` does the same, and lands at once, after all replicas have compared their
-results. All do the same arithmetic on the same messages (`unit_sync.py`).
+later; `CheckedSync` does the same, and is applied after all replicas have compared their results,
+at once or later. All do the same arithmetic on the same messages (`unit_sync.py`).
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ class Sync(ABC):
         units: the selected units, and this rank's shards of them.
         digests: of units that have landed, by position, for the drift check.
         is_reported: whether it has been reported.
+        is_committed: whether its outer steps may be run.
         digest: of all replicas, where it is known without a drift check; else None.
     """
+
+    is_committed = True
 
     def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
         self.plan = plan
@@ -163,11 +166,6 @@ class Sync(ABC):
     def had_finite_norms(self) -> bool:
         """Whether this replica's parameters of the units were finite at the meeting."""
         return bool(self.plan.decision.norms[self._groups.sync.rank].isfinite().all())
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether nothing but the exchange stands between the sync and its outer steps."""
-        return True
 
     @property
     def is_done(self) -> bool:
@@ -560,6 +558,7 @@ class CheckedSync(DelayedSync):
     """
 
     failure: ReplicaLostError | None = None
+    is_committed = False
 
     def advance(self) -> bool:
         """As before; in an elastic run a lost replica ends only this exchange: see `failure`."""
@@ -577,11 +576,6 @@ class CheckedSync(DelayedSync):
     def on_wire(self) -> Work | None:
         """As before; None after a failure."""
         return None if self.failure is not None else super().on_wire
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether the outer steps are done, which wait for the commit."""
-        return len(self._results) == len(self.units.shards)
 
     def is_finite_on_replica(self) -> bool:
         """As before; of a sync that lands immediately, whether the gathered norms are finite."""

@@ -105,8 +105,7 @@ class UnitSync:
         """
         replica, device = groups.sync.rank, groups.sync.device
         is_excluded = bool(decision.excluded[replica, shard.index])
-        residual = resident_state.residual
-        unit = cls(shard, resident_state, is_excluded, staged, None, residual=residual)
+        unit = cls(shard, resident_state, is_excluded, staged, None)
         if not is_excluded and landing.needs_snapshot:
             if snapshot is None:
                 snapshot = shard.gather(torch.empty(shard.numel, device=device))

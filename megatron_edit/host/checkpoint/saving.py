@@ -52,6 +52,7 @@ class SaveControl:
     def save(self, call: Call[None]) -> None:
         """Write, defer or skip a checkpoint."""
         engine = self._engine
+        engine.settle()
         if not self._is_writer:
             return
         if self._is_premature:
@@ -107,19 +108,22 @@ class SaveControl:
 
     @property
     def _is_writer(self) -> bool:
-        """Whether this replica takes part in saves. In an elastic run only the leader does, right
-        after a commit: then all replicas are equal."""
+        """Whether this replica takes part in saves. In an elastic run only the leader does, where
+        it has made no step since a commit."""
         elastic = self._engine.elastic
         if elastic is None:
             return True
-        return elastic.membership.is_leader and not self._is_mid_round
+        is_able = elastic.membership.is_leader and not elastic.has_dropped_round
+        return is_able and not self._is_mid_round
 
     @property
     def _is_mid_round(self) -> bool:
-        """Whether a checkpoint would hold replicas that differ. In an elastic run it holds the last
-        commit, and is written before they make another step."""
+        """Whether a checkpoint would hold replicas that differ. In the rounds of an elastic run it
+        holds the last commit, and is written before they make another step."""
         status = self._engine.status
-        return status.is_mid_round if self._engine.elastic is None else status.inner_steps > 0
+        if self._engine.elastic is None or status.is_warmup:
+            return status.is_mid_round
+        return status.inner_steps > 0
 
     @property
     def should_end_training(self) -> bool:

@@ -451,7 +451,7 @@ class LoopControl:
 
     def _reveal_intervals(self, samples: int, batch: int) -> None:
         """Make the current iteration a multiple of the intervals that the samples crossed."""
-        before, self._samples = self._samples, samples
+        before, self._samples = self._samples, max(self._samples, samples)
         for name in _INTERVALS:
             interval = self._given[name]
             if interval and before // (interval * batch) < samples // (interval * batch):

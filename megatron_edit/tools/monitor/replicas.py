@@ -81,12 +81,10 @@ class Replica:
             self.ends.append(record)
             return
         last = self.steps[-1] if len(self.steps) > self.starts[-1] else None
-        # In the final phase of A-EDiT replicas count common steps, which may be fewer than before.
-        is_behind = (
-            last is not None
-            and record.replica_step <= last.replica_step
-            and record.iteration <= last.iteration
-        )
+        # In the final phase of A-EDiT replicas count iterations, fewer than some had made steps.
+        is_in_phase = last is not None and last.iteration < record.iteration == record.replica_step
+        is_behind = last is not None and record.replica_step <= last.replica_step
+        is_behind = is_behind and not is_in_phase
         if self.end is not None or is_behind:
             self.start_process()
         self.steps.append(record)

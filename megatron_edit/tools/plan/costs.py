@@ -458,6 +458,8 @@ def _round_parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Me
         if checks:
             yield in_flight("residuals before the commit", (elements + owned) // config.fragments)
     moment_numel = max(_staged(row, depth, is_offloaded=False) for row in job.rank_numels)
+    if checks:
+        moment_numel = group
     if not landing.is_immediate:
         has_snapshot = landing.needs_snapshot or job.is_elastic
         what = "average and snapshot" if has_snapshot else "average"
