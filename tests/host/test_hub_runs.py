@@ -62,7 +62,7 @@ def digests_of(run: ElasticRun, name: str) -> list[str]:
         ),
         ("tp2", 2, {"edit_sync_dtype": "int4", "edit_average_moments": "second"}),
         ("m2", 2, {"edit_delay_steps": 2}),
-        ("m2", 2, {"edit_fragments": 3}),
+        ("pp2", 2, {"edit_fragments": 4}),
         ("m2", 2, {"edit_mix": 0.25}),
         (
             "tp2",

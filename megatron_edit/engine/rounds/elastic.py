@@ -299,7 +299,7 @@ class ElasticRounds:
         assignment = self.state.rounds.assignment
         is_finished = self.is_ending or (assignment is not None and assignment.is_over)
         self.parts.shared.withdraw()
-        self.has_dropped_round = self.membership.is_open
+        self.has_dropped_round |= self.membership.is_open
         self.membership.leave(reason or ("finished" if is_finished else "signal"))
 
     def meet(self, meeting: MeetingPlan) -> None:

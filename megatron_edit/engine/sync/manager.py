@@ -279,7 +279,7 @@ class SyncManager:
         Collective: the ranks of the pipeline stage.
 
         Args:
-            sent: `CheckedSync.sent_projections` of all replicas, float64 [N, parts, 2].
+            sent: `CheckedSync.sent_projections` of all replicas, float64 [N, 1 + parts, 2].
 
         Returns:
             Which averages are corrupt, by unit; digests of anchor and momentum as they will be, and

@@ -592,10 +592,11 @@ class CheckedSync(DelayedSync):
         addends, and the encoding errors of earlier exchanges.
 
         Returns:
-            float64 [parts, 2] on the CPU, of all units of the stage; zeros where this replica was
-            rejected without such errors, or the unit is rolled back.
+            float64 [1 + parts, 2] on the CPU, of all units of the stage, which may have none of
+            the sync's, after a row of zeros; zeros where this replica was rejected without such
+            errors, or the unit is rolled back.
         """
-        return torch.cat(self._projections()) + torch.cat(self._residual_projections())
+        return _table_of(self._projections()) + _table_of(self._residual_projections())
 
     def sent_projections(self, addends: Tensor) -> Tensor:
         """Projections of what this rank has added to the averages: the errors that their encoding
@@ -604,7 +605,7 @@ class CheckedSync(DelayedSync):
         Args:
             addends: `addend_projections`.
         """
-        left = torch.cat(self._residual_projections())
+        left = _table_of(self._residual_projections())
         return addends + left * torch.tensor([-1.0, 1.0])  # the second column is a bound
 
     def corrupt_averages(self, addends: Tensor) -> list[bool]:
@@ -612,10 +613,10 @@ class CheckedSync(DelayedSync):
         more than rounding. After `finish_exchange`.
 
         Args:
-            addends: `sent_projections` of all replicas, float64 [N, parts, 2].
+            addends: `sent_projections` of all replicas, float64 [N, 1 + parts, 2].
         """
         averages = self._projections()
-        of_units = addends.split([len(each) for each in averages], dim=1)
+        _, *of_units = addends.split([1, *(len(each) for each in averages)], dim=1)
         found, wire = [False] * len(self.units.names), self._context.wire.name
         for unit, sent, average in zip(self._inflight, of_units, averages, strict=True):
             found[unit.shard.index] = sum_differs(sent, average, wire)
@@ -672,6 +673,11 @@ class CheckedSync(DelayedSync):
             for unit in self._inflight
             if unit.moments is not None
         }
+
+
+def _table_of(projections: Sequence[Tensor]) -> Tensor:
+    """The projections of all units after a row of zeros: a table of nothing cannot be gathered."""
+    return torch.cat([torch.zeros(1, 2, dtype=torch.float64), *projections])
 
 
 def _no_projection(unit: UnitSync) -> Tensor:
