@@ -44,7 +44,6 @@ ALIKE = {
     "--use-torch-fsdp2": False,
     "--mtp-num-layers 1": False,  # not in this script; planned with none
     "--optimizer dist_muon": False,
-    "--optimizer muon": False,  # with --overlap-param-gather
     "--edit-sync-interval 0": False,
     "--edit-strategy a-edit": False,  # with --edit-sync-interval
     "--edit-offload --edit-sync-dtype int8": True,
@@ -66,6 +65,7 @@ NOT_PLANNED = {
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": _STAGES,
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1": _STAGES,
     f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5": _SHARE,
+    "--optimizer muon": "plan counts the distributed optimizer with Adam only",
     "--optimizer sgd": "Megatron refuses it with the distributed optimizer, when it builds it",
 }
 # Flags that `plan` takes and `check` refuses, and why.
