@@ -175,14 +175,14 @@ def _hook_meetings() -> None:
             _kill_at("commit")
         return found
 
-    def met(self: ElasticRounds, meeting: Any) -> None:
+    def met(self: ElasticRounds, meeting: Any) -> bool:
         for kind in ("anchor", "momentum"):
             if (where := _claim(f"flip-{kind}")) is not None:
                 units = list(self.syncs.outer.units.values())
                 unit = units[int(where["unit"] * len(units))]
                 _flip(getattr(unit, kind), where)
                 _note_hit(f"flip-{kind}")
-        meet(self, meeting)
+        return meet(self, meeting)
 
     Membership.open_round = opened  # type: ignore[method-assign]
     Membership.turn = turned  # type: ignore[method-assign]

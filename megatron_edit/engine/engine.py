@@ -6,13 +6,11 @@ each reduction of gradients; `before_step` and `after_step` around each attempte
 `close` at the end. All ranks of a replica make the same calls in the same order. `status` has what
 the host may query.
 
-A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. In
-blocking mode the plan is committed last: until then only units that have landed have changed.
+Meetings, and the syncs that follow them: `rounds/fixed.py`, with a hub `rounds/elastic.py`.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,14 +21,14 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.compressed_all_reduce import Residual
-from megatron_edit.comm.control import DelayedFlags, Flag, check_same_digests
+from megatron_edit.comm.control import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.context import ErrorContext
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
-from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, plan_round
 from megatron_edit.engine.rounds.completion import Completion, Outcomes, SavedRound
 from megatron_edit.engine.rounds.elastic import ElasticParts, ElasticRounds
+from megatron_edit.engine.rounds.fixed import FixedRounds
 from megatron_edit.engine.rounds.meeting import Meetings, size_of_record
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
@@ -71,7 +69,7 @@ class EditEngine:
         state: run-long state, except for anchor and momentum.
         syncs: the syncs that are under way, with anchor and momentum.
         reserve_memory: takes the memory of the rounds, before `start`; see `SyncManager.reserve`.
-        elastic: meetings of a run with a hub; else None.
+        elastic: the rounds of a run with a hub; else None.
         status: read-only state of training.
     """
 
@@ -105,6 +103,9 @@ class EditEngine:
             settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes,
             partial(self.use, is_resumed=True),
         )  # fmt: skip
+        self._rounds = self.elastic or FixedRounds(
+            settings, state, self.syncs, self._meetings, self._outcomes
+        )
         self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
         self._gradients = GradientAverager(settings.gradient_wire, host, groups)
         self._common_stop, self.reserve_memory = CommonStop(groups.sync), self.syncs.reserve
@@ -145,15 +146,13 @@ class EditEngine:
         """
         # This run may begin the final phase where the rounds of the checkpoint would have gone on.
         is_over = self._trigger.is_over and self.settings.has_final_phase
-        is_joining = self.elastic is not None and self.elastic.is_joining
-        if self.state.is_waiting or is_joining or (is_over and not self.status.is_final_phase):
+        is_ending = is_over and not self.status.is_final_phase
+        if self.state.is_waiting or self._rounds.is_joining or is_ending:
             self.state.is_waiting = False
             with self._context():
-                if self.elastic is not None:
-                    self.elastic.join()
+                self._rounds.join()
                 self._meet(self._trigger.next_meeting())
-                if self.elastic is not None:  # its first step may take long
-                    self.elastic.settle()
+                self._rounds.settle()  # the first step may take long
                 if self.status.is_final_phase:
                     # The other replicas report the loss of the step that this one made.
                     self.record_loss(self.state.losses.forget())
@@ -170,11 +169,7 @@ class EditEngine:
         self.state.is_stopping = True
         with self._context():
             self.syncs.land_all()
-            if self.elastic is not None:
-                self.elastic.leave("signal")
-            else:
-                mine = self._meetings.pack(is_stopping=True)
-                self.state.note_meeting(self._meetings.exchange_records(mine))
+            self._rounds.leave("signal")
 
     def finish(self) -> None:
         """Land and report the remaining syncs and losses.
@@ -249,13 +244,9 @@ class EditEngine:
         state.step += 1
         state.launch_steps += 1
         with self._context():
-            self._report_progress()
+            self._rounds.report_progress(self._board.heartbeat.batches)
             is_requesting = is_local and self._should_request_meeting() and meeting is None
-            if self.elastic is not None:
-                self.elastic.go_on()
-            for sync in syncs.due(state.step):
-                syncs.begin_landing(sync)
-                self._land_unless_in_forward()
+            self._rounds.go_on()
             if meeting is not None:
                 self._meet(meeting)
             elif not is_local:
@@ -345,7 +336,7 @@ class EditEngine:
     def count_evaluation_batch(self) -> None:
         """Count an evaluated batch as progress in the heartbeat."""
         self._board.heartbeat.batches += 1
-        self._report_progress()
+        self._rounds.report_progress(self._board.heartbeat.batches)
 
     def is_true_on_any_rank(self, value: bool) -> bool:
         """Whether a value is true on any rank of the replica. Collective: these ranks."""
@@ -368,9 +359,9 @@ class EditEngine:
 
         Collective: the ranks of the replica.
         """
-        if self.elastic is not None and not self.state.is_stopping:
+        if not self.state.is_stopping:
             with self._context():
-                self.elastic.settle()
+                self._rounds.settle()
 
     @contextmanager
     def saved_parameters(self) -> Iterator[None]:
@@ -435,13 +426,12 @@ class EditEngine:
             completion = Completion(self.settings, self.host, self.groups, outer, unfinished)
             with torch.no_grad():
                 detectors = completion.run(detectors)
-        rounds = replace(
-            saved.rounds if self.elastic is not None else saved.rounds.numbered(),
+        kept = replace(
+            saved.rounds,
             detectors=detectors.for_replicas(len(saved.rounds.unit_steps)),
             length=saved.rounds.length or self._round_length(saved.replica.step),
         )
-        if self.elastic is not None:
-            rounds = self.elastic.begins_with(rounds)
+        rounds = self._rounds.begins_with(kept)
         if not self.settings.given.auto:
             rounds = replace(rounds, choice=None, exposed=(), leaves_prediction=False)
         elif rounds.choice is None:
@@ -493,8 +483,7 @@ class EditEngine:
         self._meetings = replace(self._meetings, has_digests=has_digests)
         self._trigger = create_trigger(settings, self.host, self.state)
         self._outcomes = replace(self._outcomes, settings=settings, trigger=self._trigger)
-        if self.elastic is not None:
-            self.elastic.use(settings, self._meetings, self._outcomes)
+        self._rounds.use(settings, self._meetings, self._outcomes)
         self.syncs.begin_thread(self._context.explain)
         self.state.timeout.begin(self.state.timeout.length, settings.used.sync_interval)
         self.reporter.on_choice(choice, is_resumed=is_resumed)
@@ -502,8 +491,7 @@ class EditEngine:
     def _begin_local_training(self) -> None:
         if (message := self.host.set_local_training(True)) is not None:
             self.reporter.on_message(message)
-        if self.elastic is not None:
-            self.elastic.begin()
+        self._rounds.begin()
 
     def _end_warmup_if_due(self) -> None:
         """End the warm-up after step W, or where the final phase follows. Not in that phase."""
@@ -548,87 +536,13 @@ class EditEngine:
         """Run a meeting and its sync, and the next ones at once while no step is left to make."""
         self.clock.pause()  # waiting for other replicas is not inner training
         last = meeting
-        while self._meet_once(last) and (self._trigger.has_empty_round or self._must_equalize):
+        while self._rounds.meet(last) and self._outcomes.meets_again:
             last = self._trigger.next_meeting()
         is_stopped = self.state.has_replica_stopped
-        is_ending = self.elastic is not None and self.elastic.is_ending
-        self.state.is_stopping, self.state.is_waiting = is_stopped or is_ending, is_stopped
+        self.state.is_stopping = is_stopped or self._rounds.is_ending
+        self.state.is_waiting = is_stopped
         if self._trigger.ends_rounds and not is_stopped:
             self._end_rounds()
         elif meeting.chooses_again and not is_stopped:
             self._choose()
         self.state.begin_phase()
-
-    def _meet_once(self, meeting: MeetingPlan) -> bool:
-        """Run one meeting, and a sync if the plan has one; return whether it has."""
-        state, syncs = self.state, self.syncs
-        if self.elastic is not None:
-            self.elastic.meet(meeting)
-            return not self.elastic.is_ending
-        before = syncs.of_units(meeting.selection)
-        takes_addends_first = self.settings.landing.at_next_meeting
-        if not takes_addends_first:
-            syncs.land(before)
-        began = time.monotonic()
-        plan, waited = self._plan_round(meeting)
-        if plan.outcome is not MeetingOutcome.SYNC:
-            state.apply(plan, self.reporter, plan.samples)
-            return False
-        is_blocking = plan.landing.is_immediate and not self._lands_in_forward
-        if not is_blocking:
-            self._outcomes.commit(plan)
-        checks = is_blocking and self.settings.checks_commit
-        sync_plan = self._outcomes.sync_plan(plan, meeting.selection, state.step)
-        sync = syncs.prepare(sync_plan, began, waited, checks_commit=checks)
-        if takes_addends_first:
-            syncs.land(before)
-            if not before:
-                # The first meeting of these units: there is no earlier result to land. Even so the
-                # next round begins from the anchor, not from the parameters trained in this one.
-                syncs.restore_anchor(sync)
-        state.timeout.after_round()
-        syncs.start(sync)
-        if is_blocking:
-            if checks:
-                syncs.check_commit(sync, plan)
-            syncs.land_all()
-            self._outcomes.commit(plan)
-        elif plan.landing.is_immediate:
-            self._land_unless_in_forward()
-        return True
-
-    def _plan_round(self, meeting: MeetingPlan) -> tuple[RoundPlan, float]:
-        """Exchange records and plan the round; return the plan and the seconds waited."""
-        state, syncs, selection = self.state, self.syncs, meeting.selection
-        norms, loss, exposed = syncs.norms(selection, state.losses.mean())
-        waiting = time.monotonic()
-        late = syncs.late_digests(selection)
-        mine = self._meetings.pack(norms, late, round_loss=loss, exposed=exposed)
-        records = self._meetings.exchange_records(mine)
-        waited = time.monotonic() - waiting
-        plan = plan_round(
-            state.rounds, records, selection.indices, self.settings, is_last=meeting.is_last
-        )
-        if plan.outcome is MeetingOutcome.SYNC and self._meetings.has_digests:
-            check_same_digests(records, self.host.plan.names, state.rounds.count)
-        return plan, waited
-
-    @property
-    def _lands_in_forward(self) -> bool:
-        """Whether the next forward pass will land the units of a sync that lands now."""
-        return self.settings.overlap and self.host.lands_in_forward
-
-    def _report_progress(self) -> None:
-        """Tell the hub of progress, and raise if it has ended this replica's part."""
-        if self.elastic is not None:
-            self.elastic.report_progress(self._board.heartbeat.batches)
-
-    @property
-    def _must_equalize(self) -> bool:
-        """Whether training is over and the replicas are not yet identical."""
-        return self._trigger.is_over and not self.state.rounds.replicas_identical
-
-    def _land_unless_in_forward(self) -> None:
-        """Land all units of the landing sync now, unless the next forward pass will land them."""
-        if not self._lands_in_forward or self._trigger.has_empty_round or self._must_equalize:
-            self.syncs.land_all()

@@ -256,6 +256,11 @@ def select_units(plan: UnitPlan, indices: Iterable[int]) -> Selection:
     return Selection(chosen, UnitPlan(names, shards), positions, len(chosen) == len(plan.names))
 
 
+def select_all(plan: UnitPlan) -> Selection:
+    """Select all units of a plan."""
+    return select_units(plan, range(len(plan.names)))
+
+
 @dataclass(frozen=True)
 class FragmentPlan:
     """Fragments of a staggered sync: unit i belongs to fragment i mod F.
@@ -287,7 +292,7 @@ class FragmentPlan:
         selections = tuple(
             select_units(plan, units[fragment::num_fragments]) for fragment in range(num_fragments)
         )
-        return cls(plan, selections, select_units(plan, units))
+        return cls(plan, selections, select_all(plan))
 
     def union(self, fragments: Sequence[int]) -> Selection:
         """The units of some fragments."""

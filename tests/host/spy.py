@@ -120,25 +120,25 @@ def damage_before_sync() -> None:
     `SPY_DAMAGE` is JSON: a list of [round, replicas, unit, what], where `what` is "nan", "inf" or
     the factor by which the pseudo-gradient grows.
     """
-    from megatron_edit.engine import EditEngine
+    from megatron_edit.engine.rounds.fixed import FixedRounds
 
     plan = json.loads(os.environ["SPY_DAMAGE"])
     replica = _replica()
-    plan_round: Callable[..., Any] = EditEngine._plan_round
+    plan_round: Callable[..., Any] = FixedRounds._plan_round
 
-    def damaged(self: EditEngine, meeting: Any) -> Any:
+    def damaged(self: FixedRounds, meeting: Any) -> Any:
         outer = self.syncs.outer
         for round_, replicas, unit, what in plan:
             if self.state.rounds.count + 1 != round_ or replica not in replicas:
                 continue
-            for shard in self.host.plan.shards:
+            for shard in self.outcomes.host.plan.shards:
                 if shard.name == unit and shard.numel:
                     _damage(shard, outer.units[unit].anchor, what)
                     if what == "nan":
-                        _break_moments(self.host, shard)
+                        _break_moments(self.outcomes.host, shard)
         return plan_round(self, meeting)
 
-    EditEngine._plan_round = damaged  # type: ignore[method-assign]
+    FixedRounds._plan_round = damaged  # type: ignore[method-assign]
 
 
 def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:

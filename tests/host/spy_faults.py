@@ -97,11 +97,12 @@ def stop_at_meeting() -> None:
 
     meet = ElasticRounds.meet
 
-    def stopped(self: ElasticRounds, meeting: Any) -> None:
-        meet(self, meeting)
+    def stopped(self: ElasticRounds, meeting: Any) -> bool:
+        goes_on = meet(self, meeting)
         if (wanted := out_dir() / "stop").exists():
             wanted.rename(out_dir() / "stopped")
             os.kill(os.getpid(), signal.SIGTERM)
+        return goes_on
 
     ElasticRounds.meet = stopped  # type: ignore[method-assign]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine, EngineState
-from megatron_edit.engine import engine as engine_module
 from megatron_edit.engine.plan import Decision, RoundPlan, plan_round
+from megatron_edit.engine.rounds import fixed
 from megatron_edit.engine.sync import manager
 from megatron_edit.engine.sync.syncs import DelayedSync
 from tests.harness.races import RaceDetector
@@ -229,7 +229,7 @@ def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
         return detector.fetch(tensor)
 
     with (
-        mock.patch.object(engine_module, "plan_round", planned),
+        mock.patch.object(fixed, "plan_round", planned),
         mock.patch.object(DelayedSync, "restore", restored),
         mock.patch.object(torch, "tensor", listed),
         mock.patch.object(torch.Tensor, "cpu", fetched),

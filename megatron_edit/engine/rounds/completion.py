@@ -211,6 +211,14 @@ class Outcomes:
             accepted = ~plan.decision.verdict.anomalous
             average_shared_values(self.host, rows, accepted, plan.units)
 
+    @property
+    def meets_again(self) -> bool:
+        """Whether the next meeting follows without a step: none is left for this replica in the
+        round, or training is over and the replicas are not yet identical."""
+        trigger = self.trigger
+        must_equalize = trigger.is_over and not self.state.rounds.replicas_identical
+        return trigger.has_empty_round or must_equalize
+
     def samples_after(self, plan: RoundPlan) -> int:
         """Samples consumed so far, also by replicas that an elastic run has lost."""
         if self.membership is None or plan.after.assignment is None:

@@ -42,7 +42,7 @@ from megatron_edit.engine.sync.checks import plan_digest, replica_digests
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import CheckedSync
-from megatron_edit.engine.units import Selection, select_units
+from megatron_edit.engine.units import Selection, select_all
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.digest import as_hex, combine
@@ -302,8 +302,9 @@ class ElasticRounds:
         self.has_dropped_round |= self.membership.is_open
         self.membership.leave(reason or ("finished" if is_finished else "signal"))
 
-    def meet(self, meeting: MeetingPlan) -> None:
-        """Meet the other replicas, and sync; a sync that lands later has only begun.
+    def meet(self, meeting: MeetingPlan) -> bool:
+        """Meet the other replicas, and sync; a sync that lands later has only begun. Return whether
+        training goes on.
 
         Collective: the ranks of the replica, and the sync group as the hub forms it.
         """
@@ -316,19 +317,23 @@ class ElasticRounds:
         while not self.membership.has_plan or self._lands_at_once:
             self._turn(waits=True)
             if not self.membership.is_open:
-                return
+                return not self.is_ending
         assert self._attempt is not None and self._attempt.plan is not None
         self.outcomes.commit(self._attempt.plan)  # the next round begins
         self.state.timeout.after_round()
+        return not self.is_ending
 
     def go_on(self) -> None:
-        """Go on with the exchange of an open round, after a step; wait for its commit where its
-        sync is due.
+        """Go on with the exchange of an open round, after a step, and land the sync that is due.
 
         Collective: the ranks of the replica.
         """
-        if not self.membership.is_open:
-            return
+        if self.membership.is_open:
+            self._go_on_with_round()
+        self.syncs.land(self.syncs.due(self.state.step))
+
+    def _go_on_with_round(self) -> None:
+        """Exchange the open round; wait for its commit where its sync is due."""
         assert self._own is not None
         self.state.clock.pause()  # waiting for other replicas is not inner training
         if self.state.step >= self._own.step + self.settings.landing.delay:
@@ -371,7 +376,7 @@ class ElasticRounds:
         if dealt is not None:
             is_last |= before.next_assignment(dealt, is_timed=self.settings.is_timed).is_over
         if is_last:
-            selection = select_units(self.host.plan, range(len(self.host.plan.names)))
+            selection = select_all(self.host.plan)
         syncs.land(syncs.of_units(selection))
         norms, loss, _ = syncs.norms(selection, self.state.losses.mean())
         return OwnPart(

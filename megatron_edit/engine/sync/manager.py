@@ -50,7 +50,7 @@ from megatron_edit.engine.sync.syncs import (
     Sync,
     SyncContext,
 )
-from megatron_edit.engine.units import Selection, UnitShard, select_units
+from megatron_edit.engine.units import Selection, UnitShard, select_all
 
 NOTHING: Mapping[str, Tensor] = {}
 
@@ -459,7 +459,7 @@ class SyncManager:
 
         Collective: the ranks of the replica.
         """
-        kept = self.snapshots(select_units(self._host.plan, range(len(self._host.plan.names))))
+        kept = self.snapshots(select_all(self._host.plan))
         self.set_parameters_to_anchor()
         try:
             yield
