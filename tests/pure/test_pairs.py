@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from count_pairs import LAYER_WISE, counts, edit_settings, matrix, pairs, refusal_of
+from make_pairs_doc import REFUSED_BY_MEGATRON, cells
+from make_pairs_doc import main as write_pairs
 
 from megatron_edit.bridge.attach import check_settings
 from megatron_edit.comm.placement import Placement
@@ -104,6 +106,14 @@ def test_every_pair_is_accepted_or_refused_by_a_row() -> None:
     for first, second, given in pairs():
         megatron = {name: x for name, x in given.items() if not name.startswith("edit_")}
         assert started(edit_settings(given), megatron) == refusal_of(given), (first, second)
+
+
+def test_page_of_pairs_is_current() -> None:
+    """Would catch an accepted pair without a training, and a page that is not written again."""
+    untrained = {pair for pair, cell in cells().items() if not cell.isdigit()}
+    refused = {frozenset((first, second)) for (first, second), row in matrix().items() if row}
+    assert untrained == refused | {REFUSED_BY_MEGATRON}
+    assert write_pairs(["--check"]) == 0
 
 
 def values_of(words: str) -> dict[str, Any]:
