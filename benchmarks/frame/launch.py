@@ -60,12 +60,16 @@ class Rank:
     Attributes:
         words: flags of the script.
         environment: variables in addition to torchrun's and those of this module.
-        script: path of the training script.
+        script: path of the training script, or another command of `megatron-edit`.
+        python: interpreter, in a host of a lab.
+        checkout: of the package, in a host of a lab.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     script: Path = SCRIPT
+    python: str = sys.executable
+    checkout: Path = REPOSITORY
 
 
 class Training:
@@ -229,7 +233,7 @@ class Hosts:
     """Starts trainings in the hosts of a lab, one after another.
 
     Args:
-        lab: of at least as many hosts as any training has ranks.
+        lab: ranks beyond its number of hosts begin at the first one again.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -246,17 +250,18 @@ class Hosts:
         training, processes = Training(name, folder), []
         try:
             for number, rank in enumerate(ranks):
-                address = self.lab.address(number if apart else 0)
+                host = number % self.lab.num_hosts
+                address = self.lab.address(host if apart else 0)
                 env = os.environ | torchrun_variables(
                     number, len(ranks), address, self._port, apart, (0, 1)
                 )
                 env |= _HOST_VARIABLES | dict(rank.environment)
-                env["PYTHONPATH"] = _python_path()
-                launcher = [sys.executable, "-m", "megatron_edit", str(rank.script)]
-                argv = [*_pin_to_core(number), *launcher, *rank.words]
+                env["PYTHONPATH"] = _python_path(rank.checkout)
+                launcher = [rank.python, "-m", "megatron_edit", str(rank.script)]
+                argv = [*_pin_to_core(host), *launcher, *rank.words]
                 with training.log(number).open("w") as log:
                     process = self.lab.popen(
-                        number, argv, env, stdout=log, stderr=log, cwd=REPOSITORY
+                        host, argv, env, stdout=log, stderr=log, cwd=rank.checkout
                     )
                 processes.append(process)
                 training.add(process.poll)
@@ -359,9 +364,9 @@ def free_ports(after: int, count: int) -> list[int]:
     return found
 
 
-def _python_path() -> str:
+def _python_path(checkout: Path = REPOSITORY) -> str:
     """Return PYTHONPATH with the folders of the package and of the benchmarks first."""
-    paths = (str(REPOSITORY), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
+    paths = (str(checkout), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join(filter(None, paths))
 
 
