@@ -373,8 +373,10 @@ HUB_ROWS = (
           ("sync_mode", (AUTO, BLOCKING)),
           ("sync_backend", (AUTO, GLOO)),
           ("sync_net", (AUTO,)),
-          ("interval", (FIXED,)),
-          ("final_sync_fraction", (0.0,)))),
+          ("interval", (FIXED,)))),
+    Refusal(is_not("edit_warmup_dtype", FP32), HUB,
+            "with a hub gradients are not averaged: the warm-up and the final phase consist of "
+            "rounds of one step, in --edit-sync-dtype", _DROP),
 )  # fmt: skip
 
 OPTIMIZER_ROWS = tuple(

@@ -52,6 +52,8 @@ class ControlRecord:
             the same on all its ranks; NaN where there is none.
         exposed: seconds that the syncs landed since the last meeting added to its training, the
             longest, the same on all its ranks; NaN where there is none.
+        measured: what `--edit-auto` chooses from, where a choice is awaited at the meetings; else
+            empty.
     """
 
     round: int
@@ -68,6 +70,7 @@ class ControlRecord:
     digests: Sequence[float] = ()
     round_loss: float = math.nan
     exposed: float = math.nan
+    measured: Sequence[float] = ()
 
     @property
     def num_losses(self) -> int:
@@ -75,7 +78,8 @@ class ControlRecord:
         return len(self.losses)
 
     def pack(self, capacity: int) -> Tensor:
-        """Pack into float64 [11 + capacity + units + digests + buffers]; integers exact to 2^53.
+        """Pack into float64 [11 + capacity + units + digests + measured + buffers]; integers exact
+        to 2^53.
 
         Args:
             capacity: room for losses, the same for all records of a run.
@@ -83,13 +87,20 @@ class ControlRecord:
         header = [float(getattr(self, name)) for name in _HEADER]
         padding = [math.nan] * (capacity - self.num_losses)
         rates = [getattr(self, name) for name in _RATES]
-        rows = (header, rates, self.losses, padding, self.norms, self.digests, self.buffers)
+        found = (self.norms, self.digests, self.measured, self.buffers)
+        rows = (header, rates, self.losses, padding, *found)
         values = [value for row in rows for value in row]
         return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
     def unpack(
-        cls, row: Tensor, capacity: int, num_units: int, *, has_digests: bool = False
+        cls,
+        row: Tensor,
+        capacity: int,
+        num_units: int,
+        *,
+        has_digests: bool = False,
+        num_measured: int = 0,
     ) -> ControlRecord:
         """Inverse of `pack`."""
         values = iter(row.tolist())
@@ -98,13 +109,21 @@ class ControlRecord:
         losses = list(islice(values, capacity))[: header.pop("num_losses")]
         norms = list(islice(values, num_units))
         digests = list(islice(values, num_units if has_digests else 0))
+        measured = list(islice(values, num_measured))
         return cls(
-            **header, **rates, losses=losses, norms=norms, digests=digests, buffers=list(values)
-        )
+            **header, **rates, losses=losses, norms=norms, digests=digests, measured=measured,
+            buffers=list(values),
+        )  # fmt: skip
 
 
 def unpack_meeting(
-    rows: Tensor, capacity: int, num_units: int, *, has_digests: bool, same_step: bool
+    rows: Tensor,
+    capacity: int,
+    num_units: int,
+    *,
+    has_digests: bool,
+    same_step: bool,
+    num_measured: int = 0,
 ) -> list[ControlRecord]:
     """Unpack and check the records of a meeting, by replica.
 
@@ -113,12 +132,16 @@ def unpack_meeting(
         num_units: U.
         has_digests: whether there are digests.
         same_step: whether all replicas meet after the same step.
+        num_measured: see `ControlRecord.measured`.
 
     Raises:
         SyncProtocolError: no replica stops, and the replicas are not in the same round.
     """
     records = [
-        ControlRecord.unpack(row, capacity, num_units, has_digests=has_digests) for row in rows
+        ControlRecord.unpack(
+            row, capacity, num_units, has_digests=has_digests, num_measured=num_measured
+        )
+        for row in rows
     ]
     if not any(record.is_stopping for record in records):
         check_same_meeting(records, same_step=same_step)

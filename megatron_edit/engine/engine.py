@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +25,12 @@ from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.context import ErrorContext
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
-from megatron_edit.engine.rounds.completion import Completion, Outcomes, SavedRound
+from megatron_edit.engine.rounds.completion import (
+    AVERAGES_EACH_STEP,
+    Completion,
+    Outcomes,
+    SavedRound,
+)
 from megatron_edit.engine.rounds.elastic import ElasticParts, ElasticRounds
 from megatron_edit.engine.rounds.fixed import FixedRounds
 from megatron_edit.engine.rounds.meeting import Meetings, size_of_record
@@ -92,16 +96,16 @@ class EditEngine:
         nbytes = size_of_record(host, state, has_digests=has_digests)
         footprint = Footprint.measure(groups, host.plan, settings, nbytes)
         self.syncs = SyncManager(host, groups, settings, reporter, footprint)
-        self._tuner = AutoTuner.of(settings, groups, footprint.unit_numels, elastic is None)
+        self._tuner = AutoTuner.of(settings, groups, footprint.unit_numels)
         self._meetings = Meetings(
             host, groups, self._board, state, not settings.assigns_blocks, has_digests,
-            poll_exchanges=self.syncs.poll_if_busy,
+            poll_exchanges=self.syncs.poll_if_busy, num_measured=self._tuner.num_measured,
         )  # fmt: skip
         self._trigger = create_trigger(settings, host, state)
         self._outcomes = Outcomes(settings, host, state, reporter, self._trigger, membership)
         self.elastic = None if elastic is None else ElasticRounds(
             settings, host, groups, elastic, state, self.syncs, self._meetings, self._outcomes,
-            partial(self.use, is_resumed=True),
+            self.use, self._tuner,
         )  # fmt: skip
         self._rounds = self.elastic or FixedRounds(
             settings, state, self.syncs, self._meetings, self._outcomes
@@ -248,7 +252,8 @@ class EditEngine:
             is_requesting = is_local and self._should_request_meeting() and meeting is None
             self._rounds.go_on()
             if meeting is not None:
-                self._meet(meeting)
+                with self._tuner.meter.averaging(state.step):
+                    self._meet(meeting)
             elif not is_local:
                 state.is_stopping = self._common_stop.after_step(self.status.is_stop_seen)
                 self._end_warmup_if_due()
@@ -434,7 +439,7 @@ class EditEngine:
         rounds = self._rounds.begins_with(kept)
         if not self.settings.given.auto:
             rounds = replace(rounds, choice=None, exposed=(), leaves_prediction=False)
-        elif rounds.choice is None:
+        elif rounds.choice is None and self.elastic is None:
             self.reporter.on_message("the checkpoint has no choice: --edit-auto chooses nothing")
         self.state.load_state_dict(replace(saved, rounds=rounds))
         self.syncs.begin(outer)
@@ -451,14 +456,17 @@ class EditEngine:
         """End the warm-up: make the replicas identical, then take the anchor (method 2.3)."""
         self._common_stop.drain()
         self._gradients.free()
-        broadcast_if_different(self.host, self.groups, self.reporter, self.state.step)
-        self._choose()
+        if self.elastic is None:
+            broadcast_if_different(self.host, self.groups, self.reporter, self.state.step)
+            self._choose()
         self.syncs.begin(self.syncs.take_anchor())
         self.state.begin_rounds(self._round_length(self.state.step))
         self._trigger.begin_rounds()
         self.state.begin_phase()
         self.state.timeout.begin(steps=self._round_length(self.state.step))
         message = f"warm-up is over after step {self.state.step}: each replica trains alone"
+        if self.state.rounds.is_synchronous(self.settings):
+            message = f"warm-up: {AVERAGES_EACH_STEP}"
         self.reporter.on_message(message)
         self._begin_local_training()
 
@@ -480,7 +488,8 @@ class EditEngine:
         nbytes = size_of_record(self.host, self.state, has_digests=has_digests)
         footprint = Footprint.measure(self.groups, self.host.plan, settings, nbytes)
         self.syncs.reconfigure(settings, footprint)
-        self._meetings = replace(self._meetings, has_digests=has_digests)
+        self._meetings = replace(self._meetings, has_digests=has_digests, num_measured=0)
+        self._tuner.meter.last_step = None
         self._trigger = create_trigger(settings, self.host, self.state)
         self._outcomes = replace(self._outcomes, settings=settings, trigger=self._trigger)
         self._rounds.use(settings, self._meetings, self._outcomes)

@@ -8,7 +8,7 @@ here: `RunState.apply` does that.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -47,6 +47,7 @@ class Decision:
         rollback: bool [U], units that return to their anchor: every replica is anomalous, or the
             average could overflow.
         loss: the verdict of the loss check, which holds for all units.
+        is_synchronous: see `EngineSettings.is_synchronous`.
         excluded: bool, whether a replica takes a unit's anchor unmerged: it was rejected, or the
             unit is rolled back.
     """
@@ -56,6 +57,7 @@ class Decision:
     weights: Tensor
     rollback: Tensor
     loss: LossVerdict
+    is_synchronous: bool = False
     excluded: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ def decide(
     steps: Tensor,
     units: Sequence[int],
     loss: LossVerdict | None = None,
+    *,
+    is_synchronous: bool = False,
 ) -> tuple[Decision, DetectorState]:
     """Run the detectors on the gathered norms and weight the replicas; method 3.2, 3.3, 3.6, 5.
 
@@ -99,6 +103,8 @@ def decide(
         units: positions of the units that sync, among all.
         loss: verdict of the loss check; None where losses are not checked. Norms of a replica that
             it rejects update no detector.
+        is_synchronous: whether all replicas whose norms are finite have the same weight, and no
+            norm is tested; see `EngineSettings.is_synchronous`.
 
     Returns:
         The decision, and the statistics of all units after this sync.
@@ -108,19 +114,22 @@ def decide(
         loss = LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
     is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)
     judged = torch.where(is_unjudged, torch.full_like(norms, torch.nan), norms)
-    verdict, learned = judge_units(judged, detectors, units, settings)
+    if is_synchronous:
+        verdict, learned = Verdict.of_finite(judged), detectors
+    else:
+        verdict, learned = judge_units(judged, detectors, units, settings)
     weights = replica_weights(
         judged,
         verdict.anomalous,
         temperature=settings.weight_temperature,
-        uniform=settings.no_weighting,
+        uniform=settings.no_weighting or is_synchronous,
     )
-    if settings.step_weight:
+    if settings.step_weight and not is_synchronous:
         weights = blend_step_weights(weights, ~verdict.anomalous, counts, settings.step_weight)
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
     bound = sum_in_rank_order(torch.where(weights > 0, weights * norms, torch.zeros_like(norms)))
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
-    return Decision(norms, verdict, weights, rollback, loss), learned
+    return Decision(norms, verdict, weights, rollback, loss, is_synchronous), learned
 
 
 @dataclass(frozen=True)
@@ -275,6 +284,14 @@ class RoundState:
         blocks are assigned again."""
         return [steps.get(name, 0) for name in self.assigned_to]
 
+    def is_synchronous(self, settings: EngineSettings) -> bool:
+        """Whether the round is one of `EngineSettings.is_synchronous`, or a choice is awaited."""
+        assignment = self.assignment
+        if assignment is None or settings.used.hub is None:
+            return False
+        is_awaited = settings.given.auto and self.choice is None
+        return is_awaited or settings.is_synchronous(assignment.num_consumed)
+
     def lost_steps(self, dealt: Mapping[str, int]) -> dict[int, int]:
         """The steps, by their number in `assignment`, of replicas that are no members any more.
 
@@ -284,16 +301,19 @@ class RoundState:
         names = enumerate(self.assigned_to)
         return {i: dealt[n] for i, n in names if dealt.get(n) and n not in self.members}
 
-    def next_assignment(self, steps: Mapping[str, int], *, is_timed: bool) -> BlockAssignment:
+    def next_assignment(
+        self, steps: Mapping[str, int], settings: EngineSettings
+    ) -> BlockAssignment:
         """The assignment of the next round to replicas that have made these steps in this one.
 
         Args:
             steps: by name, in the order of the next round's replicas.
-            is_timed: whether the last blocks are assigned in proportion to the steps.
         """
         assert self.assignment is not None, "rounds without assigned blocks"
         assigned, speeds = self.steps_by_assignment(steps), list(steps.values())
-        return self.assignment.next_round(assigned, speeds, has_final_round=is_timed)
+        return self.assignment.next_round(
+            assigned, speeds, has_final_round=settings.has_final_round
+        )
 
 
 @dataclass(frozen=True)
@@ -340,6 +360,7 @@ def plan_round(
     *,
     is_last: bool,
     dealt: Mapping[str, int] | None = None,
+    choose: Callable[[Sequence[ControlRecord], int], AutoChoice | None] | None = None,
 ) -> RoundPlan:
     """Decide what follows a meeting. Pure; the tensors of `before` are not written to.
 
@@ -351,6 +372,8 @@ def plan_round(
         dealt: the steps in this round of the replicas that the blocks of the next one are assigned
             to, by name, where that is known before: of these some may have been lost since. None:
             to the replicas of the records.
+        choose: with a hub, chooses the settings from the records and the blocks consumed so far;
+            None is no choice yet.
     """
     records = tuple(records)
     if any(record.is_stopping for record in records):
@@ -358,6 +381,7 @@ def plan_round(
     counts = [record.inner_steps for record in records]
     assignment, length, first_loss = before.assignment, before.length, before.first_loss
     is_assigned, next_meeting_without_step, assigned_to = False, False, before.assigned_to
+    is_synchronous = before.is_synchronous(settings)
     if assignment is None:
         mean_loss = mean_round_loss(records)
         first_loss = mean_loss if first_loss is None else first_loss
@@ -373,7 +397,7 @@ def plan_round(
             extended = replace(before, resumes_at_meeting=False)
             return RoundPlan(MeetingOutcome.EXTEND, records, extended)
         dealt = steps if dealt is None else dealt
-        following = before.next_assignment(dealt, is_timed=settings.is_timed)
+        following = before.next_assignment(dealt, settings)
         assignment = following.without(assignment, before.lost_steps(dealt))
         is_assigned, assigned_to = True, tuple(dealt)
         has_empty_share = not assignment.is_over and any(
@@ -383,13 +407,20 @@ def plan_round(
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
-    loss, loss_history = _check_losses(before.loss_history, records, settings.used)
-    decision, detectors = decide(
-        norms, before.detectors, settings.used, unit_steps[:, columns], columns, loss
+    is_checked = not (settings.used.no_loss_check or is_synchronous)
+    loss, loss_history = _check_losses(
+        before.loss_history, records, settings.used, is_checked=is_checked
     )
+    decision, detectors = decide(
+        norms, before.detectors, settings.used, unit_steps[:, columns], columns, loss,
+        is_synchronous=is_synchronous,
+    )  # fmt: skip
     unit_steps[:, columns] = 0
     landing = DIRECT_COPY if is_last else settings.landing
     choice, exposed = before.choice, _exposed(before, records)
+    if is_synchronous and choice is None and choose is not None and assignment is not None:
+        consumed = assignment.num_consumed
+        choice = None if settings.is_warmup(consumed) else choose(records, consumed)
     share = settings.given.auto_share
     after = replace(
         before,
@@ -403,6 +434,7 @@ def plan_round(
         resumes_at_meeting=before.resumes_at_meeting and assignment is not None and not is_assigned,
         first_loss=first_loss,
         assigned_to=assigned_to,
+        choice=choice,
         exposed=exposed,
         leaves_prediction=choice is not None and leaves_prediction(choice, exposed, share),
     )
@@ -417,7 +449,7 @@ def plan_round(
         schedule_position=max(record.schedule_position for record in records),
         is_assigned=is_assigned,
         next_meeting_without_step=next_meeting_without_step,
-        moments=_moments_of(settings, after.count, len(records)),
+        moments=NO_MOMENTS if is_synchronous else _moments_of(settings, after.count, len(records)),
     )
 
 
@@ -443,11 +475,15 @@ def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:
 
 
 def _check_losses(
-    history: LossHistory, records: Sequence[ControlRecord], settings: Settings
+    history: LossHistory,
+    records: Sequence[ControlRecord],
+    settings: Settings,
+    *,
+    is_checked: bool,
 ) -> tuple[LossVerdict, LossHistory]:
     """The loss check's verdict on the losses in the records, and the histories after it."""
     losses = torch.tensor([record.round_loss for record in records], dtype=torch.float64)
-    if settings.no_loss_check:
+    if not is_checked:
         return LossVerdict.without_check(losses), history
     has_steps = torch.tensor([record.inner_steps > 0 for record in records])
     return check_losses(losses, has_steps, history, settings)

@@ -23,7 +23,8 @@ class EngineSettings:
     Attributes:
         given: the settings of the run, before a choice of `--edit-auto`.
         overlap: whether units land in the forward pass, where the host supports it.
-        target_blocks: steps of all replicas together, before a final synchronous phase.
+        target_blocks: steps of all replicas together, before a final synchronous phase. With a hub
+            those of such a phase are among them.
         last_local_step: last step before the final synchronous phase, or of the training.
         choice: what `--edit-auto` has chosen; None before that, and where it is not used.
         has_final_phase: whether `target_blocks` are followed by a final synchronous phase.
@@ -43,9 +44,47 @@ class EngineSettings:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Warm-up and sync interval."""
+        """Warm-up and sync interval. With a hub there are only rounds; see `is_synchronous`."""
         origin = None if self.choice is None else self.choice.since
         return schedule_of(self.used, self.last_local_step, origin)
+
+    def is_synchronous(self, consumed: int) -> bool:
+        """Whether a round has one step, after which the parameters of all replicas are averaged as
+        they are, without a penalty. With a hub the warm-up and the final phase consist of such
+        rounds, in which replicas may be lost and join as in any other.
+
+        Args:
+            consumed: blocks before the round.
+        """
+        if self.used.hub is None:
+            return False
+        return self.is_warmup(consumed) or consumed >= self.local_blocks
+
+    def is_warmup(self, consumed: int) -> bool:
+        """Whether a round is one of the warm-up, with a hub.
+
+        Args:
+            consumed: blocks before the round.
+        """
+        return consumed < self.used.warmup_steps * self.num_nominal
+
+    @property
+    def num_nominal(self) -> int:
+        """Replicas that a global batch is divided among, with a hub."""
+        return self.used.nominal_replicas or 1
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks before the rounds of one step that a final phase with a hub consists of; all
+        blocks where there is no such phase."""
+        if self.used.hub is None:
+            return self.target_blocks
+        return min(self.target_blocks, self.last_local_step * self.num_nominal)
+
+    @property
+    def has_final_round(self) -> bool:
+        """Whether the last blocks are assigned in proportion to the steps of a round."""
+        return self.is_timed and self.local_blocks == self.target_blocks
 
     @cached_property
     def landing(self) -> LandingRule:

@@ -3,6 +3,8 @@
 In the last steps of the warm-up the time of a step, of its averaging of gradients, and of its
 forward pass are measured; at the switch the links, with all ranks of all replicas at once, and the
 local work of an exchange in each wire type. Every rank then chooses from the same gathered values.
+With a hub, replicas may be lost at any time: the links are measured at the start, records of the
+warm-up's last rounds have the rest, and the commit of such a round has the choice.
 In the rounds each record has the time that the replica's last sync added to training. If it leaves
 the prediction for some syncs in a row (`method/auto.py`), all units sync at the next meeting and
 land at once, the links are measured again, and the next round begins with a new choice.
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import all_reduce_payload
+from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.constants import FP32_BYTES
@@ -61,13 +64,14 @@ class StepMeter:
     """Seconds of the last steps of the warm-up on this rank.
 
     Attributes:
-        last_step: W, the last step of the warm-up; None measures nothing.
+        last_step: W, the last step of the warm-up; infinite with a hub, until the settings are
+            chosen. None measures nothing.
         steps: seconds of measured steps, without the averaging of gradients.
         forwards: seconds of their forward passes, from the first gather of parameters to the last.
     """
 
     groups: EngineGroups
-    last_step: int | None
+    last_step: float | None
     steps: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
     _began: float | None = None  # when the step began
@@ -81,7 +85,7 @@ class StepMeter:
             step: s, from 1.
         """
         last = self.last_step
-        return last is not None and last - MEASURED_STEPS < step <= last
+        return last is not None and (last - MEASURED_STEPS < step <= last or math.isinf(last))
 
     @contextmanager
     def averaging(self, step: int) -> Iterator[None]:
@@ -124,22 +128,23 @@ class AutoTuner:
         settings: of the run, before a choice.
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
         meter: of the steps of the warm-up; measures nothing where nothing is chosen.
-        has_links: whether all replicas are there at the start, so that links can be measured.
+        links: rate and latency, see `measure_links`, as measured at the start; NaN if not.
+        work: seconds of `_work_per_element` by wire type, where they are measured at the start.
     """
 
     settings: EngineSettings
     groups: EngineGroups
     unit_numels: Tensor
     meter: StepMeter
-    has_links: bool = True
+    links: tuple[float, float] = (math.nan, math.nan)
+    work: tuple[float, ...] = ()
 
     @classmethod
-    def of(
-        cls, settings: EngineSettings, groups: EngineGroups, unit_numels: Tensor, has_links: bool
-    ) -> AutoTuner:
+    def of(cls, settings: EngineSettings, groups: EngineGroups, unit_numels: Tensor) -> AutoTuner:
         """The tuner of a run, with `--edit-auto` or without."""
-        last = settings.given.warmup_steps if settings.given.auto else None
-        return cls(settings, groups, unit_numels, StepMeter(groups, last), has_links)
+        given = settings.given
+        last = given.warmup_steps if given.hub is None else math.inf
+        return cls(settings, groups, unit_numels, StepMeter(groups, last if given.auto else None))
 
     def open_groups(self, timeout: AdaptiveTimeout) -> int:
         """Use every group once, and allow exchanges the time that their bytes need.
@@ -156,7 +161,9 @@ class AutoTuner:
         tensors = 1 + len(self.settings.moments.rule.kinds)
         nbytes = FP32_BYTES * tensors * int(self.unit_numels.sum(dim=1).max())
         size = self.groups.sync.size
-        if size == 1 or not self.has_links:
+        if self.num_measured:
+            self.links = measure_links(self.groups)
+        if size == 1 or self.settings.given.hub is not None:
             return 0
         latency = measure_latency(self.groups)
         if nbytes <= _QUICK_BYTES and latency <= _SHORT_LATENCY:
@@ -220,23 +227,86 @@ class AutoTuner:
 
         Collective: all ranks of all replicas.
         """
-        groups, given = self.groups, self.settings.given
-        rate, latency = measure_links(groups)
-        numels = self.unit_numels[self.unit_numels.sum(dim=1).argmax()].tolist()
-        wires = list(WIRE_LOSS) if "sync_dtype" in given.open_settings else [given.sync_dtype]
+        rate, latency = measure_links(self.groups)
+        work = _gather_all(self.groups, self._measure_work()).max(dim=0).values.tolist()
+        return self._setting(), Measurement(
+            step, forward, rate, latency, dict(zip(self._wires, work, strict=True)), wait, slowest
+        )
+
+    # ---- with a hub
+
+    @property
+    def num_measured(self) -> int:
+        """Values of `row`; 0 where no choice is awaited."""
+        is_awaited = self.settings.given.hub is not None and self.meter.last_step is not None
+        return 4 + len(self._wires) + MEASURED_STEPS if is_awaited else 0
+
+    def row(self) -> list[float]:
+        """What the ranks of this replica have measured: rate and latency of the links, seconds of
+        a step and of its forward pass, seconds of local work by wire type, and the shortest seconds
+        of each of the last steps; NaN where they are not known. Empty where no choice is awaited.
+
+        Collective: the ranks of the replica.
+        """
+        if not self.num_measured:
+            return []
+        self.work = self.work or tuple(self._measure_work())
+        steps, (rate, latency) = self.meter.steps[-MEASURED_STEPS:], self.links
+        if len(steps) < MEASURED_STEPS:
+            steps = [math.nan] * MEASURED_STEPS
+        forward = _median(self.meter.forwards, default=0.0)
+        longest = [-rate, latency, _median(steps), *self.work]
+        mine = torch.tensor([*longest, *(-value for value in (forward, *steps))]).double()
+        least, *most = self.groups.control.all_gather(mine).amax(dim=0).tolist()
+        count = len(longest) - 1
+        latency, step, *work = most[:count]
+        forward, *steps = (-value for value in most[count:])
+        return [-least, latency, step, forward, *work, *steps]
+
+    def choose_from(self, records: Sequence[ControlRecord], consumed: int) -> AutoChoice | None:
+        """The choice from the records of a meeting; None where a replica has not measured enough
+        steps yet. Pure.
+
+        Args:
+            consumed: blocks, by all replicas.
+        """
+        rows = torch.tensor([record.measured for record in records], dtype=torch.float64)
+        if not rows.numel() or rows[:, 2:].isnan().any():
+            return None
+        wires, settings = len(self._wires), self.settings
+        # Of replicas that have joined they are not known; if all have, no link limits the choice.
+        links = rows[~rows[:, 0].isnan(), :2].tolist() or [[math.inf, 0.0]]
+        steps, work = rows[:, 2].tolist(), rows[:, 4 : 4 + wires].amax(dim=0).tolist()
+        measured = Measurement(
+            statistics.median(steps) if settings.is_timed else max(steps),
+            float(rows[:, 3].min()), min(rate for rate, _ in links), max(x for _, x in links),
+            dict(zip(self._wires, work, strict=True)),
+            mean_wait(rows[:, 4 + wires :].tolist()), max(steps),
+        )  # fmt: skip
+        left = (settings.local_blocks - consumed) // len(records)
+        return choose(self._setting(), measured, consumed // settings.num_nominal, left)
+
+    # ---- parts of the above
+
+    @property
+    def _wires(self) -> list[str]:
+        given = self.settings.given
+        return list(WIRE_LOSS) if "sync_dtype" in given.open_settings else [given.sync_dtype]
+
+    def _measure_work(self) -> list[float]:
         numel = min(max(int(self.unit_numels.max()), _LEAST_WORK), _MOST_WORK)
-        mine = [_work_per_element(wire, numel, groups) for wire in wires]
-        work = _gather_all(groups, mine).max(dim=0).values.tolist()
-        size, moments = groups.sync.size, self.settings.moments
+        return [_work_per_element(wire, numel, self.groups) for wire in self._wires]
+
+    def _setting(self) -> AutoSetting:
+        numels = self.unit_numels[self.unit_numels.sum(dim=1).argmax()].tolist()
+        size, moments = self.groups.sync.size, self.settings.moments
 
         def payload(numel: int, wire: str) -> int:
             extra = moment_bytes(moments.rule, numel, size) // moments.interval
             return Wire.of(wire).payload_bytes(numel, size) + extra
 
-        depth = self.settings.depth
-        setting = AutoSetting(given, tuple(map(int, numels)), payload, depth, size)
-        work_by_wire = dict(zip(wires, work, strict=True))
-        return setting, Measurement(step, forward, rate, latency, work_by_wire, wait, slowest)
+        given, depth = self.settings.given, self.settings.depth
+        return AutoSetting(given, tuple(map(int, numels)), payload, depth, size)
 
 
 def measure_links(groups: EngineGroups) -> tuple[float, float]:

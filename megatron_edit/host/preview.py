@@ -107,7 +107,7 @@ def _check_resume(
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
     iterations = num_iterations(args)
-    last = last_local(iterations, config.final_sync_fraction)
+    last = last_local(iterations, config.averaged_fraction)
     run = resuming_run(config, config.nominal_replicas or config.num_replicas or 1, args, last)
     plan = checked_plan(path, manifest, run, config.warmup_steps)
     settings = EngineSettings(config, sync_mode == OVERLAP, last * run.num_replicas, last)

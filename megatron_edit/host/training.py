@@ -55,7 +55,7 @@ from megatron_edit.host.files import check_data, claim_data_check
 from megatron_edit.host.groups import build_elastic_groups, build_groups
 from megatron_edit.host.log_lines import EditTimers
 from megatron_edit.host.metrics import SafeWriter, connect_writers, guard_writers, write_run_header
-from megatron_edit.host.model.counters import exit_reason
+from megatron_edit.host.model.counters import exit_reason, last_local_iteration
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.observe import (
@@ -320,13 +320,14 @@ class TrainingLoop:
         if not host.has_tied_stages:
             kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
             groups = replace(groups, ties=kept)
-        self._print_phase_warning(args, host.counters.last_local_iteration)
+        last_local = last_local_iteration(args, self._config.final_sync_fraction)
+        self._print_phase_warning(args, last_local)
         engine = EditEngine(
             EngineSettings(
                 self._config,
                 mode == OVERLAP,
                 host.counters.target_blocks,
-                host.counters.last_local_step,
+                host.counters.last_local_step if elastic is None else last_local,
                 has_final_phase=host.counters.has_final_phase,
             ),
             host,

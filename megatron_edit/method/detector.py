@@ -82,6 +82,11 @@ class Verdict:
     anomalous: Tensor
     scores: Tensor = field(compare=False)
 
+    @classmethod
+    def of_finite(cls, norms: Tensor) -> Verdict:
+        """The verdict where no norm is tested: only those that are not finite are anomalous."""
+        return cls(~norms.isfinite(), torch.full_like(norms, torch.nan))
+
 
 def judge(norms: Tensor, state: DetectorState, settings: Settings) -> tuple[Verdict, DetectorState]:
     """Test the norms of one sync, and update the statistics with those that are accepted.
@@ -98,7 +103,7 @@ def judge(norms: Tensor, state: DetectorState, settings: Settings) -> tuple[Verd
     finite = torch.isfinite(norms)
     blank = torch.full_like(norms, torch.nan)
     if settings.no_anomaly:
-        return Verdict(~finite, blank), state
+        return Verdict.of_finite(norms), state
     armed = (
         (state.mean > 0) & (state.updates >= 1) & (state.accepted >= settings.anomaly_warmup_syncs)
     )

@@ -90,6 +90,23 @@ class Nesterov:
 
 
 @dataclass(frozen=True)
+class Averaging:
+    """A <- A - c Dbar: the anchor becomes the average of the parameters, and b stays as it is."""
+
+    def step_(
+        self,
+        anchor: Tensor,
+        momentum: Tensor,
+        average: Tensor,
+        *,
+        clip: float | Tensor,
+        inner_lr: float,
+    ) -> None:
+        """Update the anchor, fp32 [n], in place; the average is used as scratch."""
+        anchor.sub_(average.mul_(clip))
+
+
+@dataclass(frozen=True)
 class SlowMomentum:
     """u <- beta u + c Dbar / lr;  A <- A - alpha lr u (SlowMo, arXiv 1910.00643, Algorithm 1).
 

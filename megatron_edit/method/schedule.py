@@ -225,7 +225,8 @@ def schedule_of(settings: Settings, last_local_step: int, origin: int | None = N
             warm-up.
     """
     is_endless = STRATEGIES[settings.strategy].endless_warmup
-    warmup = None if is_endless else settings.warmup_steps
+    # With a hub the warm-up consists of rounds, too.
+    warmup = None if is_endless else settings.warmup_steps if settings.hub is None else 0
     usual = warmup, settings.sync_interval, settings.fragments
     if settings.qsr_a is not None:
         return QuadraticSchedule(*usual, settings.qsr_a)

@@ -111,6 +111,12 @@ class Settings:
 
     open_settings: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def averaged_fraction(self) -> float:
+        """Share of the training, at its end, in which gradients are averaged at every step: with a
+        hub none, as its final phase consists of rounds of one step."""
+        return self.final_sync_fraction if self.hub is None else 0.0
+
     use_edit: bool = _setting(False, "train with EDiT replicas")
     num_replicas: int | None = _setting(
         None,
@@ -182,7 +188,8 @@ class Settings:
     final_sync_fraction: float = _setting(
         0.0,
         "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
-        "gradients are averaged at every step, as in the warm-up",
+        "gradients are averaged at every step, as in the warm-up (with a hub: the parameters after "
+        "it)",
         kind=float,
         within=_SHARE,
     )

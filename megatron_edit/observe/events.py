@@ -223,7 +223,8 @@ class EventLog:
         for listener in self._listeners:
             listener.on_sync(report)
         if self._is_first_replica and self._placement.is_writer:
-            say(sync_summary(report))
+            if not report.decision.is_synchronous:  # a step, which has Megatron's line
+                say(sync_summary(report))
             for line in loss_rejections(report):
                 say(line)
             self._watch_health(report)

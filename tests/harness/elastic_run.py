@@ -260,12 +260,8 @@ class ElasticRun:
         """Wait until so many rounds are committed."""
         self.wait_for(lambda: len(self.events("commit")) >= count, timeout, f"{count} commits")
 
-    def check_blocks(self, first: int) -> int:
-        """Check that each block was committed once, and none left out; return how many.
-
-        Args:
-            first: the first block after the warm-up.
-        """
+    def check_blocks(self) -> int:
+        """Check that each block was committed once, and none left out; return how many."""
         committed: dict[int, int] = {}
         commits = self.events("commit")
         for line in commits:
@@ -275,8 +271,8 @@ class ElasticRun:
                         assert block not in committed, (block, committed[block], line["round"])
                         committed[block] = line["round"]
         end = max(committed) + 1
-        assert sorted(committed) == list(range(first, end)), "blocks were left out"
-        return end - first
+        assert sorted(committed) == list(range(end)), "blocks were left out"
+        return end
 
     def tails(self, characters: int = 1500) -> str:
         """The ends of all outputs, for messages."""

@@ -245,6 +245,7 @@ def record_with_fixed_measurements() -> None:
     record_all()
     first, later = map(float, os.environ["SPY_RATES"].split(","))
     measure, choose = tuning.AutoTuner._measure, tuning.AutoTuner.choose
+    row = tuning.AutoTuner.row
     rates = iter((first, later))
 
     def measure_constants(self: Any, *measured: float) -> Any:
@@ -256,6 +257,11 @@ def record_with_fixed_measurements() -> None:
         self.meter.forwards[:] = [FORWARD_SECONDS] * len(self.meter.forwards)
         return choose(self, *args)
 
+    def row_of_constants(self: Any) -> list[float]:
+        self.meter.steps[:] = [STEP_SECONDS] * len(self.meter.steps)
+        self.meter.forwards[:] = [FORWARD_SECONDS] * len(self.meter.steps)
+        return list(row(self))
+
     def leaves(choice: Any, exposed: Sequence[float], target: float) -> bool:
         is_first = bool(os.environ.get("SPY_DEVIATES")) and choice.since == WARMUP
         return is_first and len(exposed) == num_judged(choice)
@@ -264,6 +270,7 @@ def record_with_fixed_measurements() -> None:
         tuning.AutoTuner.choose = choose_by_own_steps
     else:
         tuning.AutoTuner._measure = measure_constants
+        tuning.AutoTuner.row = row_of_constants
     tuning.measure_links = lambda groups: (next(rates), LATENCY)
     tuning._work_per_element = lambda name, numel, groups: 1e-9
     plan.leaves_prediction = leaves

@@ -20,13 +20,14 @@ from tests.harness.torch_groups import HAS_GROUPS
 from tests.host.layouts import LAYOUTS
 from tests.host.runs import EditRun, run_edit, run_stock
 from tests.host.test_elastic import consumed
-from tests.host.test_hub_runs import WARMUP, digests_of
+from tests.host.test_hub_runs import digests_of
 
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="needs torch >= 2.14")
 BATCH, LAST = 12, 40
 # Residuals of these types are not in checkpoints of a run with a hub.
-WIRES: Flags = {"edit_sync_dtype": "int8", "edit_warmup_dtype": "int8"}
-FLAGS: Flags = {"train_iters": LAST, "global_batch_size": BATCH, "lr_decay_style": "cosine"}
+WIRES: Flags = {"edit_sync_dtype": "int8"}
+STOCK: Flags = {"train_iters": LAST, "global_batch_size": BATCH, "lr_decay_style": "cosine"}
+FLAGS: Flags = {**STOCK, "edit_warmup_steps": 0}
 
 
 class Saved(NamedTuple):
@@ -87,7 +88,7 @@ def test_stock_megatron_loads_an_elastic_checkpoint(
     tmp_path: Path, saved: Saved, resumed: EditRun
 ) -> None:
     """Its first step has the loss of the run without a hub; the schedule is that of a whole run."""
-    found, whole = train(tiny_gpt(load=saved.folder, **FLAGS), 1), run_stock(tmp_path, 1, **FLAGS)
+    found, whole = train(tiny_gpt(load=saved.folder, **STOCK), 1), run_stock(tmp_path, 1, **STOCK)
     assert sorted(found.losses) == list(range(saved.iteration + 1, LAST + 1))
     first = next(line for line in resumed.lines("loss.jsonl") if "loss" in line)
     assert first["iteration"] == saved.iteration + 1
@@ -130,7 +131,7 @@ def check_return(run: ElasticRun, name: str, members: str, **flags: Any) -> None
         lambda: [x for x in run.events("commit")[earlier:] if x["members"] == list(members)]
     )
     run.wait_for(counter.exists)
-    first = WARMUP + 4 * with_it[0]["round"]  # steps of the donor before the round of the copy
+    first = 4 * with_it[0]["round"]  # steps of the donor before the round of the copy
     assert first <= float(counter.read_text()) <= first + 4
     run.wait_for_commits(len(run.events("commit")) + 2)
 
@@ -150,9 +151,10 @@ def test_killed_replica_returns_with_a_checkpoint(tmp_path: Path, age: str, layo
     all were lost and have begun again before it. The donor has loaded none, or that older one.
     Then a third replica without a checkpoint joins."""
     ranks, more = LAYOUTS[layout]
-    saves, first = tmp_path / "saves", WARMUP + 4
+    saves, first = tmp_path / "saves", 4
     interval = 1 if age == EQUAL else first
-    flags = {"train_iters": 5000, "global_batch_size": 8, "save_interval": interval, **more}
+    flags = {"train_iters": 5000, "global_batch_size": 8, "save_interval": interval,
+             "edit_warmup_steps": 0, **more}  # fmt: skip
     with elastic_run(
         tmp_path / "run", 2, ranks=ranks, minimum=2, flags=flags,
         before="tests.host.spy_state:record_moments",
@@ -184,7 +186,7 @@ def test_all_replicas_are_lost_and_return(tmp_path: Path, layout: str) -> None:
     ranks, more = LAYOUTS[layout]
     saves = tmp_path / "saves"
     flags = {"train_iters": 5000, "global_batch_size": 8, "save": saves, "load": saves,
-             "save_interval": 10, **more}  # fmt: skip
+             "save_interval": 10, "edit_warmup_steps": 0, **more}  # fmt: skip
     with elastic_run(
         tmp_path, 2, ranks=ranks, flags=flags, before="tests.host.spy_state:record_moments"
     ) as run:

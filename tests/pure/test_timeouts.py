@@ -65,10 +65,12 @@ def test_timeout_allows_for_the_bytes(
     numels = torch.full((8, 1), int(parameters / 8))
     groups: Any = anything(sync=anything(size=8), warm_up=lambda **_: None)
     settings: Any = anything(num_phases=0, moments=anything(rule=NO_MOMENTS))
+    settings.given = anything(hub=None)
     timeout = AdaptiveTimeout([limited], is_fixed=False)
     together = AutoTuner(settings, groups, numels, cast(Any, None)).open_groups(timeout)
     assert together == (0 if parameters < 1e6 else round(0.002 * rate))
-    elastic = AutoTuner(settings, groups, numels, cast(Any, None), has_links=False)
+    settings.given = anything(hub="host:1")
+    elastic = AutoTuner(settings, groups, numels, cast(Any, anything(last_step=None)))
     assert elastic.open_groups(timeout) == 0  # some replicas may not be there yet
     timeout.begin()
     timeout.follow_step()

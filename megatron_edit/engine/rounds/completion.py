@@ -23,7 +23,9 @@ from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.engine.units import Selection
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.landing import DIRECT_COPY
-from megatron_edit.method.outer import weighted_contribution_
+from megatron_edit.method.outer import Averaging, weighted_contribution_
+
+AVERAGES_EACH_STEP = "the replicas average their parameters after each step"
 
 
 @dataclass(frozen=True)
@@ -169,13 +171,16 @@ class Outcomes:
         """
         settings, landing, membership = self.settings, plan.landing, self.membership
         assert plan.decision is not None, "a plan without a sync"
+        outer, max_norm = settings.outer, settings.max_norm
+        if plan.decision.is_synchronous:
+            outer, max_norm = Averaging(), None
         return SyncPlan(
             round=plan.after.count,
             step=step,
             due=None if landing.at_next_meeting else step + landing.delay,
             selection=selection,
             decision=plan.decision,
-            rules=SyncRules(settings.outer, settings.max_norm, landing, plan.inner_lr),
+            rules=SyncRules(outer, max_norm, landing, plan.inner_lr),
             inner_steps=tuple(record.inner_steps for record in plan.records),
             samples=tuple(record.samples for record in plan.records),
             samples_of_all=self.samples_after(plan),
@@ -192,6 +197,7 @@ class Outcomes:
         assert plan.decision is not None, "a plan without a sync"
         samples, assignment = self.samples_after(plan), plan.after.assignment
         self.state.apply(plan, self.reporter, samples)
+        self._report_phase(plan)
         if plan.is_assigned:
             assert assignment is not None
             if assignment.late and not plan.landing.is_immediate:
@@ -218,6 +224,18 @@ class Outcomes:
         trigger = self.trigger
         must_equalize = trigger.is_over and not self.state.rounds.replicas_identical
         return trigger.has_empty_round or must_equalize
+
+    def _report_phase(self, plan: RoundPlan) -> None:
+        """Report the end of a warm-up that consists of rounds, and the begin of such a phase."""
+        assert plan.decision is not None, "a plan without a sync"
+        assignment, was_synchronous = plan.after.assignment, plan.decision.is_synchronous
+        if assignment is None or assignment.is_over:
+            return
+        if was_synchronous != plan.after.is_synchronous(self.settings):
+            what = "warm-up is over after round {}: each replica trains alone"
+            if not was_synchronous:
+                what = "final phase after round {}: " + AVERAGES_EACH_STEP
+            self.reporter.on_message(what.format(plan.after.count))
 
     def samples_after(self, plan: RoundPlan) -> int:
         """Samples consumed so far, also by replicas that an elastic run has lost."""

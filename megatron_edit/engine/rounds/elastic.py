@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
@@ -42,11 +43,19 @@ from megatron_edit.engine.sync.checks import plan_digest, replica_digests
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import CheckedSync
+from megatron_edit.engine.tuning import AutoTuner
 from megatron_edit.engine.units import Selection, select_all
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.method.auto import AutoChoice
 from megatron_edit.method.digest import as_hex, combine
 from megatron_edit.method.ledger import runs_of
+
+
+class OnChoice(Protocol):
+    """Uses chosen settings from the next round on."""
+
+    def __call__(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+        """Use them; `is_resumed` where others have chosen them before this replica has joined."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,7 @@ class RoundAttempt:
             rounds.settings,
             is_last=own.is_last,
             dealt=own.dealt,
+            choose=rounds.tuner.choose_from,
         )
         if plan.decision is None:
             raise SyncProtocolError(f"an elastic round ends with {plan.outcome}")
@@ -225,7 +235,8 @@ class ElasticRounds:
         parts: of an elastic run.
         syncs: with anchor and momentum.
         meetings: makes and reads records.
-        on_choice: called with the settings that the others have chosen, when this replica joins.
+        on_choice: called where settings are chosen.
+        tuner: measures, and chooses.
         is_ending: whether training ends with the round that was exchanged last, on request.
         has_dropped_round: whether this replica has left while a round was open.
         digest: of anchor and momentum after the last commit, as the hub has it.
@@ -240,7 +251,8 @@ class ElasticRounds:
     syncs: SyncManager
     meetings: Meetings
     outcomes: Outcomes
-    on_choice: Callable[[AutoChoice], None]
+    on_choice: OnChoice
+    tuner: AutoTuner
     is_ending: bool = False
     has_dropped_round: bool = False
     digest: str = ""
@@ -374,7 +386,8 @@ class ElasticRounds:
         selection, is_last = meeting.selection, meeting.is_last or go.is_last
         dealt = dict(go.dealt) or None
         if dealt is not None:
-            is_last |= before.next_assignment(dealt, is_timed=self.settings.is_timed).is_over
+            following = before.next_assignment(dealt, self.settings)
+            is_last |= following.is_over or self.settings.is_synchronous(following.num_consumed)
         if is_last:
             selection = select_all(self.host.plan)
         syncs.land(syncs.of_units(selection))
@@ -384,7 +397,7 @@ class ElasticRounds:
             selection,
             is_last,
             dealt,
-            self.meetings.pack(norms, round_loss=loss),
+            self.meetings.pack(norms, round_loss=loss, measured=self.tuner.row()),
             self.state.step,
             {} if is_last or landing.is_immediate else syncs.snapshots(selection),
             waited,
@@ -406,6 +419,9 @@ class ElasticRounds:
             self.syncs.land_all()
             self.outcomes.commit(attempt.plan)
             self.state.timeout.after_round()
+            choice = self.state.rounds.choice
+            if choice is not None and choice != self.settings.choice:
+                self.on_choice(choice, is_resumed=False)
         else:
             self.syncs.commit(sync)
             self.state.take(attempt.plan)
@@ -487,7 +503,7 @@ class ElasticRounds:
         rounds = round_state(about.rounds, len(about.assigned_to))
         rounds = replace(rounds, assigned_to=about.assigned_to)
         if rounds.choice is not None and rounds.choice != self.settings.choice:
-            self.on_choice(rounds.choice)
+            self.on_choice(rounds.choice, is_resumed=True)
         assert rounds.assignment is not None, "rounds without assigned blocks"
         consumed, self.digest = rounds.assignment.num_consumed, found
         self.host.join_local(consumed, about.common, is_over=rounds.assignment.is_over)

@@ -30,6 +30,7 @@ class Meetings:
             has the progress of the other replicas.
         same_step: whether all replicas join a meeting after the same step.
         has_digests: whether records carry digests of delayed landings.
+        num_measured: see `ControlRecord.measured`.
         poll_exchanges: progresses exchanges while this replica waits, as others may be waiting for
             them; returns whether there are any.
     """
@@ -41,6 +42,7 @@ class Meetings:
     same_step: bool
     has_digests: bool
     poll_exchanges: Callable[[], bool]
+    num_measured: int = 0
 
     def exchange_records(self, mine: Tensor | None = None) -> list[ControlRecord]:
         """Exchange control records with the other replicas.
@@ -64,6 +66,7 @@ class Meetings:
         round_loss: float = math.nan,
         exposed: float = math.nan,
         is_stopping: bool = False,
+        measured: Sequence[float] = (),
     ) -> Tensor:
         """The record of this replica.
 
@@ -73,6 +76,7 @@ class Meetings:
             round_loss: mean loss of the replica since the last meeting.
             exposed: see `ControlRecord`.
             is_stopping: whether this replica stops on request.
+            measured: see `ControlRecord`.
         """
         state, units = self.state, len(self.host.plan.names)
         mine = state.record(
@@ -82,6 +86,7 @@ class Meetings:
             is_stopping=int(is_stopping),
             round_loss=round_loss,
             exposed=exposed,
+            measured=measured,
             digests=_row(digests or {}, units) if self.has_digests else (),
         )
         return mine.pack(state.losses.capacity)
@@ -98,6 +103,7 @@ class Meetings:
             len(self.host.plan.names),
             has_digests=self.has_digests,
             same_step=self.same_step,
+            num_measured=self.num_measured,
         )
 
     def gather(self, row: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Triggers have no state of their own: they read and change `RunState`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -130,7 +131,7 @@ class ClockTrigger:
     """Rounds of assigned blocks: every tau_time seconds, each replica after as many steps as it has
     made by then (A-EDiT), or every tau steps, in a run with a hub.
 
-    With a final synchronous phase (A-EDiT without a hub) only the blocks before it are assigned.
+    Without a hub only the blocks before a final synchronous phase are assigned.
 
     Attributes:
         fragments: units by fragment.
@@ -151,10 +152,10 @@ class ClockTrigger:
         return assignment
 
     def begin_warmup(self) -> None:
-        """Assign the remaining blocks: in warm-up every replica consumed one at each step. A run
-        that loads more steps than its target is over."""
+        """Assign the remaining blocks: in steps that all made together every replica consumed one.
+        A run that loads more steps than its target is over."""
         replicas = self.assignment.num_replicas
-        consumed = self.state.step * replicas
+        consumed = self.state.step * (self.settings.used.nominal_replicas or replicas)
         target = max(self.settings.target_blocks, consumed)
         self.state.assign_blocks(BlockAssignment(replicas, target, consumed))
 
@@ -168,16 +169,14 @@ class ClockTrigger:
         for another step. In the final round each replica consumes all its blocks (method 5): the
         clock does not end it."""
         steps = self.state.inner_steps + 1
-        is_due = is_requested and not self.assignment.is_final
-        if not self.settings.is_timed:
-            is_due = steps >= self._round_steps
-        if is_due or self.state.block(steps) is None:
+        is_due = is_requested and self.settings.is_timed and not self.assignment.is_final
+        if is_due or steps >= self._most_steps or self.state.block(steps) is None:
             return self.next_meeting()
         return None
 
     def next_meeting(self) -> MeetingPlan:
         """Meeting j = 1, 2, ... syncs fragment j mod F, the last meeting all fragments."""
-        is_last = self.assignment.is_final or self.assignment.is_over
+        is_last = self.assignment.is_final or self.assignment.is_over or self._is_synchronous
         num_fragments = len(self.fragments.selections)
         due = (self.state.rounds.count + 1) % num_fragments
         return MeetingPlan(
@@ -185,12 +184,24 @@ class ClockTrigger:
         )
 
     @property
-    def _round_steps(self) -> int:
-        """Steps of the round where they are counted: those of F rounds are tau, as in
-        `StepSchedule.fragments_after`."""
-        used, count = self.settings.used, self.state.rounds.count
-        first, last = (k * used.sync_interval // used.fragments for k in (count, count + 1))
-        return last - first
+    def _is_synchronous(self) -> bool:
+        return self.state.rounds.is_synchronous(self.settings)
+
+    @property
+    def _most_steps(self) -> float:
+        """Steps after which the round ends: where they are counted, those of F rounds are tau, as
+        in `StepSchedule.fragments_after`. With a hub none goes on in the final phase."""
+        settings, most = self.settings, math.inf
+        if self._is_synchronous:
+            return 1
+        if not settings.is_timed:
+            used, count = settings.used, self.state.rounds.count
+            first, most = (k * used.sync_interval // used.fragments for k in (count, count + 1))
+            most -= first
+        if settings.local_blocks < settings.target_blocks:
+            left = settings.local_blocks - self.assignment.num_consumed
+            most = min(most, -(-left // self.assignment.num_replicas))
+        return most
 
     @property
     def has_empty_round(self) -> bool:

@@ -224,7 +224,7 @@ class LoadControl:
         if choice is None or parameters_only(args) or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
-        iterations = last_local_iteration(args, self._config.final_sync_fraction)
+        iterations = last_local_iteration(args, self._config.averaged_fraction)
         run = resuming_run(self._config, replicas, args, iterations)
         plan = checked_plan(choice.path, choice.manifest, run, self._config.warmup_steps)
         assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"

@@ -29,7 +29,7 @@ class TrainingCounters:
     Args:
         args: Megatron's arguments.
         scheduler: Megatron's `OptimizerParamScheduler`.
-        final_fraction: `--edit-final-sync-fraction`.
+        final_fraction: `Settings.averaged_fraction`.
 
     Attributes:
         loop: Megatron's intervals and counters while replicas run at their own speeds.

@@ -97,7 +97,7 @@ class MegatronHost:
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
         self._has_deferred_gather = False
         self.common_steps: int | None = None
-        self.counters = TrainingCounters(args, scheduler, placement, config.final_sync_fraction)
+        self.counters = TrainingCounters(args, scheduler, placement, config.averaged_fraction)
 
     @property
     def arguments(self) -> Namespace:
