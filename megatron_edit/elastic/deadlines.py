@@ -53,7 +53,7 @@ class Deadlines:
     def _time_training(self, state: HubState, now: float) -> None:
         """Note for how long the replicas train in a round, until all have arrived. It begins with
         the commit of the round before, or with the deal of that, which lets them train on."""
-        is_begun = state.phase is not Phase.OPENING and not state.is_frozen
+        is_begun = state.phase is not Phase.OPENING and not state.is_beginning
         if self._round != (current := (state.lineage, state.round, is_begun)):
             began = now if self._dealt_at is None else self._dealt_at
             self._round, self._round_began, self._trained = current, began, None

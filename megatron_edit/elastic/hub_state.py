@@ -89,7 +89,6 @@ class Member:
         steps: its inner steps in the round that it has last arrived for, where it trains on during
             the exchange; else None.
         is_abandoning: whether it puts an exchange aside, and has not arrived again.
-        needs_all: whether it waits for all replicas that the run is to begin with.
         ready: its result of the current round.
         lost: who it could not exchange with, since the round began.
         failures: exchanges of the round that were abandoned because it reported a failure first.
@@ -105,7 +104,6 @@ class Member:
     is_formed: bool = False
     steps: int | None = None
     is_abandoning: bool = False
-    needs_all: bool = False
     ready: Ready | None = None
     lost: tuple[str, ...] = ()
     failures: int = 0
@@ -220,23 +218,22 @@ class HubState:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the run must not begin with fewer than all nominal replicas: one of them says so,
-        or all commits would be void, as none of those that are there has a checkpoint."""
-        is_anew = self.round == 0 and self.num_void > 0
-        return is_anew or any(each.needs_all for each in self.expected)
+        """Whether the run must not begin with fewer than all nominal replicas: all commits would be
+        void, as none of those that are there has a checkpoint."""
+        return self.round == 0 and self.num_void > 0
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether the loss of a replica ends the run: in the warm-up, which is synchronous, and
-        until the first groups are formed."""
-        is_forming = self.phase is Phase.FORM and self.epoch == self.first_epoch
-        return is_forming or (self.epoch >= self.first_epoch and self.round == 0)
+    def is_beginning(self) -> bool:
+        """Whether the first groups are being formed. The members can form no others before they
+        train: if one of them is lost, all start again."""
+        return self.phase is Phase.FORM and self.epoch == self.first_epoch
 
     @property
     def is_copied(self) -> bool:
         """Whether replicas may copy the state: not before the first commit nor after the last
         one, and not while the members train on without its result."""
-        return not (self.is_frozen or self.is_over or self.dealt)
+        is_there = self.round > 0 and not self.is_beginning
+        return is_there and not (self.is_over or self.dealt)
 
     @property
     def joiners(self) -> tuple[Member, ...]:
@@ -281,7 +278,8 @@ class HubState:
 
     def vacated(self) -> HubState:
         """The state that waits for replicas which start the run again, from a checkpoint."""
-        reached = self.reached if self.phase is Phase.OPENING else self.round
+        # What was reached counts until the first commit of training that was started again.
+        reached = self.reached if self.phase is Phase.OPENING else max(self.reached, self.round)
         return replace(
             self, phase=Phase.OPENING, members=(), roster=(), first_epoch=self.epoch + 1,
             is_epoch_used_up=False, is_suspicious=False, retries=0, disagreements=0, drifted="",

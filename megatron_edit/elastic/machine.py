@@ -164,9 +164,7 @@ class _Step:
         else:
             if known is not None:
                 self._remove(known, LeaveReason.LOST, is_replaced=True)
-            if self.state.phase is Phase.ENDED:
-                self._send(hello.name, End(*self.state.end))
-            elif (refusal := state_refusal_of(self.state, hello)) is not None:
+            if (refusal := state_refusal_of(self.state, hello)) is not None:
                 self._send(hello.name, refusal)
             else:
                 self._join(hello)
@@ -191,10 +189,7 @@ class _Step:
         self.state = replace(
             self.state, joins=state.joins + 1, layout=hello.layout, nominal=hello.nominal
         )
-        self._set(Member(
-            hello.name, hello.incarnation, hello.handles, applied, state.joins,
-            needs_all=hello.needs_all,
-        ))  # fmt: skip
+        self._set(Member(hello.name, hello.incarnation, hello.handles, applied, state.joins))
         is_joiner = not is_founder
         self._send(hello.name, Welcome(state.term, state.round, is_joiner, waits_for))
         if is_opening:
@@ -221,10 +216,7 @@ class _Step:
 
     def _reconnect(self, member: Member, hello: Hello) -> None:
         """A member is back, with what it holds; what it may have missed is sent again."""
-        member = replace(
-            member, is_connected=True, handles=member.handles or hello.handles,
-            needs_all=hello.needs_all,
-        )  # fmt: skip
+        member = replace(member, is_connected=True, handles=member.handles or hello.handles)
         self._set(member)
         state = self.state
         is_joiner = member.applied != state.round
@@ -308,21 +300,17 @@ class _Step:
     ) -> None:
         """A replica does not take part any more; where it is replaced, another has its name."""
         state, name = self.state, member.name
-        is_needed = state.is_frozen and name in state.members and reason != LeaveReason.FINISHED
-        if is_needed and state.round == 0:
-            if reason == LeaveReason.SIGNAL:
-                self._end(f"{name} was asked to end before the first commit", 0)
-            else:
-                self._end(f"{name} was {reason} before the first commit", 4)
-            return
+        is_needed = state.is_beginning and name in state.members and reason != LeaveReason.FINISHED
         if failed_joins := state.failed_joins_after(member, reason):
             details["failed_joins"] = failed_joins
         self._record("leave", name=name, reason=reason, **details)
         if not is_replaced and reason in FENCED_BECAUSE:
             self._send(name, Fenced(FENCED_BECAUSE[LeaveReason(reason)]))
         self.state = self.state.after_leave(name, reason, failed_joins)
-        if self.state.is_vacant or is_needed:
-            self._vacate()
+        if is_needed:
+            self._vacate(f"{name} has left while the first groups were formed")
+        elif self.state.is_vacant:
+            self._vacate("no replica holds the state any more")
         elif name in state.members and state.phase in (Phase.FORM, Phase.EXCHANGE):
             self._abandon()
         if not is_replaced:  # else the other one has still to join
@@ -331,15 +319,15 @@ class _Step:
             self._admit_needed()
             self._gather()
 
-    def _vacate(self) -> None:
+    def _vacate(self, reason: str) -> None:
         """Nobody holds the state any more, or those that do cannot begin: training is over, or
-        starts again from a checkpoint."""
+        starts again, from a checkpoint or from the beginning."""
         if self.state.is_finished:
             self._end(LeaveReason.FINISHED, 0)
             return
         for each in self.state.roster:
             self._record("leave", name=each.name, reason=LeaveReason.LOST)
-            self._send(each.name, Fenced("no replica holds the state any more"))
+            self._send(each.name, Fenced(reason))
         self.state = self.state.vacated()
 
     def _failed(self, member: Member, failed: Failed) -> None:
@@ -352,7 +340,7 @@ class _Step:
             failures=member.failures + is_under_way,
         )  # fmt: skip
         self._set(member)
-        if is_under_way or state.is_frozen:
+        if is_under_way:
             self._retry()
         else:  # another has reported it already, or the hub was started again
             self._set(replace(member, is_abandoning=True))
@@ -374,11 +362,8 @@ class _Step:
     def _retry(self) -> None:
         """Abandon an exchange that has failed, without those that are not connected any more; if
         all are, and it has failed too often, without one of them."""
-        if self.state.is_frozen:
-            if self.state.round:
-                self._vacate()
-            else:
-                self._end("the replicas cannot reach each other", 4)
+        if self.state.is_beginning:
+            self._vacate("the replicas cannot reach each other")
             return
         self.state = replace(self.state, retries=self.state.retries + 1)
         self._abandon()
@@ -417,8 +402,8 @@ class _Step:
         if state.phase is not Phase.GATHER:
             return
         expected = state.expected
-        # The members of a deal train on already: they are not held up by a loss.
-        if not expected or (len(expected) < state.minimum and not state.dealt):
+        # Where nobody can join, as in a round with a deal, there is no wait for the minimum.
+        if not expected or (len(expected) < state.minimum and state.is_copied):
             return
         if not all(each.is_arrived and each.is_connected for each in expected) or state.copying:
             return

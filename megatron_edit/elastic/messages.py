@@ -50,7 +50,6 @@ class Hello(Message, frozen=True):
         digest: of that state; empty before the first commit.
         epoch: whose groups it has, or forms; 0: none yet.
         is_busy: whether it forms these groups, exchanges over them, or waits for the decision.
-        needs_all: whether a synchronous warm-up is ahead, which all nominal replicas must begin.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Hello(Message, frozen=True):
     digest: str = ""
     epoch: Integer = 0
     is_busy: bool = False
-    needs_all: bool = False
 
 
 class AliveMessage(Message, frozen=True):

@@ -145,7 +145,6 @@ def join_hub(
             is_fresh=True,
             applied=start.round,
             digest=start.digest,
-            needs_all=start.has_warmup,
         )
         timeout = config.timeout_seconds or MIN_TIMEOUT_SECONDS
         membership.agent = Agent(address, hello, timeout)

@@ -526,7 +526,7 @@ def out_of_place(draw: random.Random, state: HubState) -> FromReplica:
     "change",
     [
         {"digest": "\ud800", "applied": 5}, {"applied": 2**62}, {"applied": -1}, {"nominal": 3},
-        {"layout": "other"}, {"handles": ("h" * 70_000,) * 10}, {"needs_all": True},
+        {"layout": "other"}, {"handles": ("h" * 70_000,) * 10}, {"is_busy": True},
     ],
 )  # fmt: skip
 def test_run_begins_after_wrong_replicas_are_gone(tmp_path: Path, change: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from megatron_edit.elastic.hub_state import RELAPSE_ROUNDS, LeaveReason, Phase, Standing
+from megatron_edit.elastic.hub_state import RELAPSE_ROUNDS, LeaveReason, Phase, Standing, replay
 from megatron_edit.elastic.inputs import (
     Disconnected,
     EpochOverdue,
@@ -68,9 +68,12 @@ def test_failure_that_a_restarted_hub_hears_of_is_answered() -> None:
     run.state = replace(run.state, phase=Phase.GATHER, is_epoch_used_up=True)
     run.take("a", Failed(1))
     assert run.sent == {"a": [Abandon(1)]}
-    warmup = HubDecisions("a", "b")
-    warmup.take("b", Failed(1))
-    assert warmup.sent["a"] == [End("the replicas cannot reach each other", 4)]
+    first = HubDecisions("a", "b")
+    first.restart()
+    for name in "ab":
+        first.take(name, first.hello(name, 2, is_fresh=False, epoch=1))
+    first.take("b", Failed(1))
+    assert first.sent == {"b": [Abandon(1)]}
 
 
 def test_new_incarnation_is_not_fenced_for_the_old_one() -> None:
@@ -79,10 +82,11 @@ def test_new_incarnation_is_not_fenced_for_the_old_one() -> None:
     run.take("b", run.hello("b", 2, "2"))
     assert [type(message) for message in run.sent["b"]] == [Welcome, Heal]
     assert run.records == ["leave", "join"]
-    warmup = HubDecisions("a", "b")
-    warmup.take("b", Disconnected())
-    warmup.take("b", warmup.hello("b", 2, "2"))
-    assert warmup.records == ["end"] and isinstance(warmup.sent["b"][-1], End)
+    first = HubDecisions("a", "b")
+    first.take("b", Disconnected())
+    first.take("b", first.hello("b", 2, "2"))
+    assert first.records == ["leave", "join"]
+    assert first.sent == {"b": [Welcome(1, 0, is_joiner=True)]}, "there is no state to copy yet"
 
 
 def test_joiner_outside_of_the_epoch_is_not_told_to_form_it() -> None:
@@ -138,12 +142,11 @@ def test_donors_that_reconnect_are_named_to_those_who_copy() -> None:
 
 
 def test_late_replica_learns_how_the_run_has_ended() -> None:
-    run = HubDecisions("a", "b")
-    run.take("b", Lost(LeaveReason.LOST))
-    reason = "b was lost before the first commit"
-    assert run.sent["a"] == [End(reason, 4)]
-    run.take("b", run.hello("b", 2, is_fresh=False, applied=0, epoch=1))
-    assert run.sent["b"] == [End(reason, 4)]
+    run = disagreed()
+    (end,) = run.sent["a"]
+    assert isinstance(end, End) and end.exit_code == 3
+    run.take("b", run.hello("b", 2, is_fresh=False, applied=1, digest="d0", epoch=1))
+    assert run.sent["b"] == [end]
 
 
 def test_replica_that_waits_for_others_is_fenced_when_it_is_lost() -> None:
@@ -185,10 +188,17 @@ def test_only_the_leader_may_change_checkpoints() -> None:
     assert run.state.standing("b", "1") is Standing.NONE
 
 
+def disagreed() -> HubDecisions:
+    """A run of two that has ended, as their results differ."""
+    run = HubDecisions("a", "b", rounds=1)
+    run.arrive("a", "b")
+    run.ready("a", digest="x")
+    run.ready("b", digest="y")
+    return run
+
+
 def test_leader_may_save_after_the_end_of_the_run() -> None:
-    """As after a signal in the warm-up."""
-    run = HubDecisions("a", "b")
-    run.take("b", Leave("signal"))
+    run = disagreed()
     assert run.records == ["end"] and run.state.standing("a", "1") is Standing.LEADER
 
 
@@ -208,14 +218,15 @@ def test_stop_is_not_forgotten_by_a_restarted_hub() -> None:
     assert run.sent["a"] == [Go(2, 1, is_last=True)]
 
 
-def test_signal_in_the_warmup_ends_the_run_without_an_error() -> None:
-    run = HubDecisions("a", "b")
-    run.take("b", Leave("signal"))
-    assert run.records == ["end"]
-    assert run.sent["a"] == [End("b was asked to end before the first commit", 0)]
-    later = HubDecisions("a", "b", rounds=1)
-    later.take("b", Leave("signal"))
-    assert later.records == ["leave"] and later.sent == {}
+def test_signal_ends_one_replica() -> None:
+    """Also before the first commit."""
+    for rounds in (0, 1):
+        run = HubDecisions("a", "b", rounds=rounds)
+        run.take("b", Leave("signal"))
+        assert run.records == ["leave"] and run.sent == {}
+        assert run.state.standing("a", "1") is Standing.LEADER
+        commit(run)
+        assert run.state.round == rounds + 1 and run.state.members == ("a",)
     other = HubDecisions("a", "b", rounds=1)
     other.take("b", Leave("something else"))
     assert other.journal[-1].fields["reason"] == LeaveReason.LOST
@@ -484,7 +495,8 @@ def test_who_does_not_form_the_groups_goes() -> None:
         first.take(name, first.hello(name, 2))
     first.take("a", Formed(1))
     first.take("", EpochOverdue(1))
-    assert first.records == ["end"] and first.state.end[1] == 4
+    assert first.records == ["leave", "leave"] and first.state.phase is Phase.OPENING
+    assert isinstance(first.sent["a"][-1], Fenced), "it can form no other groups: all start again"
 
 
 def test_exchange_with_results_is_not_abandoned_by_the_clock() -> None:
@@ -495,23 +507,90 @@ def test_exchange_with_results_is_not_abandoned_by_the_clock() -> None:
     assert run.state.phase is Phase.EXCHANGE and run.sent == {}
 
 
-def test_run_begins_early_unless_a_founder_needs_all() -> None:
-    for needs_all in (False, True):
-        run = HubDecisions()
-        run.take("a", run.hello("a", 3))
-        run.take("b", run.hello("b", 3, needs_all=needs_all))
-        run.take("", OpeningOverdue())
-        assert (run.state.phase is Phase.FORM) != needs_all
-        run.take("c", run.hello("c", 3))
-        assert run.state.members == (("a", "b", "c") if needs_all else ("a", "b"))
-    # What a founder needs is known again once it is back, and nothing begins before.
+def test_run_begins_early_where_some_do_not_come() -> None:
     run = HubDecisions()
-    run.take("a", run.hello("a", 2, needs_all=True))
+    run.take("a", run.hello("a", 3))
+    run.take("b", run.hello("b", 3))
     run.restart()
     run.take("", OpeningOverdue())
-    run.take("a", run.hello("a", 2, needs_all=True))
+    assert run.records == [], "nothing begins before they are back"
+    run.take("a", run.hello("a", 3))
+    run.take("b", run.hello("b", 3))
     run.take("", OpeningOverdue())
-    assert run.state.phase is Phase.OPENING
+    assert run.records == ["epoch"]
+    run.take("c", run.hello("c", 3))
+    assert run.state.members == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "given", [Lost(), Lost(LeaveReason.EVICTED), Leave("signal"), Disconnected()]
+)
+@pytest.mark.parametrize("when", ["trains", "arrived", "forms", "exchanges", "ready"])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_loss_before_the_first_commit_costs_one_replica(
+    given: Any, when: str, is_restarted: bool
+) -> None:
+    """The others exchange the round without it; it joins after their commit."""
+    run = HubDecisions("a", "b", "c")
+    run.state = replace(run.state, minimum=3)  # for which nobody can come before the commit
+    points = ("trains", "arrived", "forms", "exchanges", "ready")
+    if points.index(when) > 0:
+        run.arrive("c")
+    if points.index(when) > 1:
+        run.arrive("a", "b")
+    if when == "forms":
+        run.take("a", Failed(1))
+        run.arrive("a", "b", "c")
+        assert run.state.phase is Phase.FORM
+    if when == "ready":
+        run.ready("c")
+    run.take("c", given)
+    if isinstance(given, Disconnected):
+        run.take("c", Lost())
+    if is_restarted:
+        run.state = replay(run.journal, 3)
+        for name in "ab":
+            again = run.hello(name, 3, is_fresh=False, epoch=run.state.epoch)
+            run.take(name, structs.replace(again, minimum=3))
+    run.take("c", structs.replace(run.hello("c", 3, "2"), minimum=3))
+    assert run.sent["c"] == [Welcome(run.state.term, 0, is_joiner=True)]
+    commit(run)
+    assert run.journal[-1].fields["members"] == ["a", "b"] and run.state.round == 1
+    assert run.sent["c"] == [Heal(1, "d0", ("a", "b"))]
+
+
+def test_failed_start_of_all_starts_the_run_again() -> None:
+    """One is lost while they compare their parameters: this fails on the others, which end. A
+    replica that waits for the first commit is not the only one of a run."""
+    run = HubDecisions("a", "b", "c")
+    run.take("c", Lost())
+    run.take("c", run.hello("c", 3, "2"))
+    for name in "ab":
+        run.take(name, Disconnected())
+        run.take(name, Lost())
+    assert run.records == ["leave", "leave"] and isinstance(run.sent["c"][0], Fenced)
+    for is_restarted in (False, True):
+        if is_restarted:
+            run.restart()
+        assert run.state.phase is Phase.OPENING and run.state.roster == ()
+    for name in "abc":
+        run.take(name, run.hello(name, 3, "3"))
+    assert run.state.members == ("a", "b", "c") and not run.state.num_void
+    for name in "abc":
+        run.take(name, Formed(run.state.epoch))
+    commit(run)
+    assert run.state.round == 1
+
+
+def test_start_of_one_goes_on_where_the_others_fail() -> None:
+    """Its comparison was complete before one was lost."""
+    run = HubDecisions("a", "b", "c")
+    run.take("c", Lost())
+    run.arrive("a")
+    assert run.state.phase is Phase.GATHER
+    run.take("b", Disconnected())
+    run.take("b", Lost())
+    assert run.sent["a"] == [FormEpoch(1, 2, ("a",), (("a",),), leader="a")]
 
 
 def test_joiner_of_the_first_round_copies_after_its_commit() -> None:
@@ -611,14 +690,26 @@ def test_no_commit_is_void_before_all_replicas_are_there() -> None:
     assert run.state.phase is Phase.OPENING
     run.take("b", run.hello("b", 2, "2"))
     assert run.state.members == ("a", "b") and (run.state.round, run.state.num_void) == (0, 2)
+    # Until the first commit those that are there later may not begin alone either.
+    for name in "ab":
+        run.take(name, Formed(run.state.epoch))
+    for name in "ab":
+        run.take(name, Lost())
+    for is_restarted in (False, True):
+        if is_restarted:
+            run.restart()
+        assert run.state.phase is Phase.OPENING and run.state.needs_all
+    run.take("a", run.hello("a", 2, "3", applied=2, digest="d1"))
+    assert (run.state.round, run.state.num_void) == (2, 0)
 
 
 def test_replica_without_a_checkpoint_needs_no_others_where_one_has_it() -> None:
-    """It would wait for all before a warm-up; now it copies the state."""
+    """Alone it would wait for all; now it copies the state."""
     run = HubDecisions("a", "b", "c", rounds=2)
     for name in "abc":
         run.take(name, Lost())
-    run.take("a", run.hello("a", 3, "2", needs_all=True))
+    run.take("a", run.hello("a", 3, "2"))
+    assert run.state.needs_all
     run.take("b", run.hello("b", 3, "2", applied=2, digest="d1"))
     run.take("", OpeningOverdue())
     assert run.state.phase is Phase.FORM and run.state.members == ("b",)
@@ -649,14 +740,16 @@ def test_replica_that_comes_after_the_last_commit_waits_for_the_end(is_stopped: 
     assert run.sent["c"] == [End("finished", 0)]
 
 
-def test_loss_while_a_run_begins_again_lets_all_start_once_more() -> None:
-    """The run does not end: there is a checkpoint."""
-    for given in (Lost(), Failed(2)):
-        run = HubDecisions("a", "b", rounds=2)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_loss_while_a_run_begins_lets_all_start_once_more(is_first: bool) -> None:
+    """The run does not end, whether there is a checkpoint or not."""
+    for given in (Lost(), Leave("signal"), Failed(1 if is_first else 2)):
+        run = HubDecisions() if is_first else HubDecisions("a", "b", rounds=2)
         for name in "ab":
             run.take(name, Lost())
+        begin: dict[str, Any] = {} if is_first else {"applied": 1, "digest": "d0"}
         for name in "ab":
-            run.take(name, run.hello(name, 2, "2", applied=1, digest="d0"))
+            run.take(name, run.hello(name, 2, "2", **begin))
         assert run.records[-1] == "epoch"
         run.take("a", given)
         assert run.state.phase is Phase.OPENING and run.state.roster == ()
@@ -720,8 +813,7 @@ def test_end_of_the_journal_names_the_holes() -> None:
 
 
 def test_nothing_is_decided_after_the_end() -> None:
-    run = HubDecisions("a", "b")
-    run.take("b", Lost())
+    run = disagreed()
     assert run.records == ["end"]
     for given in (Lost(), Leave("signal"), Stop(), EpochOverdue(1), Disconnected()):
         run.take("a", given)

@@ -4,6 +4,10 @@ Replicas are killed, cut off, replaced, taken for lost; the hub is killed betwee
 actions and started again on its journal. Would catch: a replica that applies what was not
 committed, two results for one round, a commit of replicas that differ, a wait that nothing ends.
 
+The replicas that a run begins with compare their parameters once they have formed the first groups,
+and before their first step. That is a collective: where one is lost it may end on some of the
+others, and fail on the rest.
+
 With a delay replicas train on after each `Go`. That changes nothing at the hub, so the model does
 not count the steps: a replica applies a commit at any time after it has heard of it.
 """
@@ -35,7 +39,7 @@ from megatron_edit.elastic.inputs import (
 )
 from megatron_edit.elastic.journal import JournalEntry
 from megatron_edit.elastic.machine import step
-from megatron_edit.elastic.messages import Commit, Deal, End, Go, Heal, Hello, Ready
+from megatron_edit.elastic.messages import Abandon, Commit, Deal, End, Go, Heal, Hello, Ready
 from megatron_edit.elastic.replica import (
     Connected,
     Exchanged,
@@ -64,6 +68,8 @@ class Peer:
             does not train on during an exchange.
         deal: that it trains on, in a round that is not committed.
         earlier: commits whose result it holds, and digest, while a newer one waits to be applied.
+        compared: the epoch at whose begin it has sent its parameters to the others; 0: none.
+        is_comparing: whether it waits for theirs.
     """
 
     state: ReplicaState
@@ -76,6 +82,8 @@ class Peer:
     steps: int | None = None
     deal: Deal = ()
     earlier: tuple[int, str] | None = None
+    compared: int = 0
+    is_comparing: bool = False
 
     @property
     def at_meeting(self) -> RoundDue:
@@ -127,6 +135,17 @@ def entries(journal: tuple[str, ...]) -> list[JournalEntry]:
     return [JournalEntry(0, 0.0, term, epoch, e, fields, "") for e, term, epoch, fields in parsed]
 
 
+def before_first_commit(
+    num: int, faults: int, *, minimum: int = 1, steps: int | None = None
+) -> World:
+    """All replicas take their first step."""
+    world = beginning(num, 0, minimum=minimum, steps=steps)
+    while not all(peer.compared and not peer.is_comparing for peer in world.peers):
+        world = next(moves(world, 1))
+    assert (world.hub.round, world.hub.phase) == (0, Phase.GATHER)
+    return replace(world, faults=faults)
+
+
 def after_first_commit(num: int, faults: int, *, minimum: int = 1) -> World:
     """All replicas train on during exchanges, and the first round is over."""
     world = beginning(num, 0, minimum=minimum, steps=1)
@@ -138,8 +157,8 @@ def after_first_commit(num: int, faults: int, *, minimum: int = 1) -> World:
 def with_joiner(world: World) -> World:
     """The last replica is lost, and started again."""
     index, num = len(world.peers) - 1, len(world.peers)
-    dead = replace(world.peers[index], is_alive=False, is_linked=False, to_hub=(), from_hub=())
-    (lost,) = hub_steps(world.with_peer(index, dead), "abc"[index], Lost(), may_crash=False)
+    dead = world.with_peer(index, killed(world.peers[index]))
+    (lost,) = hub_steps(dead, "abc"[index], Lost(), may_crash=False)
     (back,) = returns(lost, num)
     return back
 
@@ -182,7 +201,16 @@ def outcome(world: World, index: int, result: Outcome) -> World:
             now = replace(now, deal=order.dealt)
         elif isinstance(order, Commit) and peer.deal:
             now = replace(now, deal=(), earlier=peer.holds)
+        elif isinstance(order, Abandon) and not peer.state.has_begun:
+            now = killed(now, now.to_hub)  # it cannot form other groups
+    if result.state.task is Task.TRAIN and not peer.state.has_begun:
+        now = replace(now, compared=result.state.epoch, is_comparing=True)
     return world.with_peer(index, now)
+
+
+def killed(peer: Peer, kept: Queue = ()) -> Peer:
+    """A replica whose process has ended; `kept` arrives at the hub before that."""
+    return replace(peer, is_alive=False, is_linked=False, to_hub=kept, from_hub=())
 
 
 def check_orders(world: World, index: int, before: ReplicaState, result: Outcome) -> None:
@@ -293,7 +321,9 @@ def local_moves(world: World) -> Iterator[World]:
 def ranks(world: World, index: int, peer: Peer, rounds: int) -> Iterator[World]:
     """What the ranks of a replica do by themselves."""
     state = peer.state
-    if peer.earlier is not None:  # the step at which the commit takes effect
+    if peer.is_comparing:
+        yield from comparison(world, index, peer)
+    elif peer.earlier is not None:  # the step at which the commit takes effect
         yield world.with_peer(index, replace(peer, earlier=None))
     elif state.task is Task.TRAIN:
         done = state.applied >= (world.hub.round if world.hub.is_over else rounds)
@@ -309,6 +339,21 @@ def ranks(world: World, index: int, peer: Peer, rounds: int) -> Iterator[World]:
             yield outcome(world, index, report(state, finished(state, members)))
         elif any(has_left(p, state) for p in others):
             yield outcome(world, index, report(state, ExchangeFailed(state.epoch)))
+
+
+def comparison(world: World, index: int, peer: Peer) -> Iterator[World]:
+    """How a comparison of parameters may end; a replica whose comparison fails ends."""
+    members = members_of(world, peer.compared)
+    others = [p for p in world.peers if p.state.hello.name in members]
+    if all(p.compared == peer.compared for p in others):
+        yield world.with_peer(index, replace(peer, is_comparing=False))
+    if any(is_gone(p) or p.state.epoch != peer.compared for p in others):
+        yield world.with_peer(index, killed(peer, peer.to_hub))
+
+
+def is_gone(peer: Peer) -> bool:
+    """Whether a replica does nothing any more."""
+    return not peer.is_alive or peer.state.task is Task.ENDED
 
 
 def takes_part(peer: Peer, state: ReplicaState) -> bool:
@@ -361,8 +406,7 @@ def faults(world: World) -> Iterator[World]:
             continue
         for kept in {(), peer.to_hub}:
             if peer.is_alive:
-                dead = replace(peer, is_alive=False, is_linked=False, to_hub=kept, from_hub=())
-                yield less.with_peer(index, dead)
+                yield less.with_peer(index, killed(peer, kept))
             if peer.is_linked:
                 yield less.with_peer(
                     index, replace(peer, is_linked=False, to_hub=kept, from_hub=())
@@ -389,9 +433,8 @@ def other_inputs(world: World) -> Iterator[World]:
 def returns(world: World, num: int, most: int = 2) -> Iterator[World]:
     """A replica that is dead, or has been fenced, is started again, until the start `most`."""
     for index, peer in enumerate(world.peers):
-        is_gone = not peer.is_alive or peer.state.task is Task.ENDED
         if (
-            is_gone
+            is_gone(peer)
             and peer.starts < most
             and not peer.to_hub
             and world.hub.phase is not Phase.ENDED
@@ -419,7 +462,8 @@ def durable(hub: HubState) -> tuple[Any, ...]:
 
 
 def check(world: World) -> None:
-    """What holds in every state."""
+    """What holds in every state. No loss, and no failure, ends the run before training is over."""
+    assert world.hub.phase is not Phase.ENDED or world.hub.end == ("finished", 0)
     assert durable(restarted(world.journal, world.hub.minimum)) == durable(world.hub)
     commits: list[str] = []
     ever: set[str] = set()
@@ -444,9 +488,11 @@ def check(world: World) -> None:
 
 def is_over(world: World) -> bool:
     """Whether nothing is left to happen that somebody waits for. A run that has not begun waits
-    for replicas to be started, and so does one with too few, but not in a round with a deal."""
-    ended = [not p.is_alive or p.state.task is Task.ENDED for p in world.peers]
-    is_short = len(world.hub.expected) < world.hub.minimum and not open_deal(world.journal)
+    for replicas to be started, and so does one with too few, but not where nobody can join: before
+    the first commit, and in a round with a deal."""
+    ended = [is_gone(peer) for peer in world.peers]
+    is_joined = world.hub.round > 0 and not open_deal(world.journal)
+    is_short = len(world.hub.expected) < world.hub.minimum and is_joined
     return all(ended) or (any(ended) and (world.hub.phase is Phase.OPENING or is_short))
 
 
@@ -492,6 +538,29 @@ def test_no_reachable_state_breaks_the_protocol(
     """All states of small runs; each that nothing follows must be a regular end."""
     ends = explore(rounds, beginning(num, num_faults, applied), returning=returning)
     assert ends["complete"] > 0
+
+
+@pytest.mark.parametrize(("minimum", "steps"), [(2, None), (2, 1)])
+def test_no_beginning_breaks_the_protocol(minimum: int, steps: int | None) -> None:
+    """With too few for a while, and with a deal of the first round. Nobody can join before the
+    first commit. Would catch: the others wait for that without end."""
+    start = beginning(2, 1, minimum=minimum, steps=steps)
+    ends = explore(1, start, returning=True, has_others=True)
+    assert ends["complete"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num", "rounds", "minimum", "steps"),
+    [(2, 2, 1, None), (2, 1, 2, None), (2, 1, 2, 1), (3, 1, 1, None), (3, 1, 1, 1)],
+)
+def test_loss_before_the_first_commit_does_not_end_the_run(
+    num: int, rounds: int, minimum: int, steps: int | None
+) -> None:
+    """The others go on, whatever fails, and although nobody comes back. Would catch: all have to
+    start again."""
+    start = before_first_commit(num, 1, minimum=minimum, steps=steps)
+    ends = explore(rounds, start, returning=False)
+    assert ends["complete"] > 0 and ends["ended"] == 0
 
 
 @pytest.mark.full
@@ -590,6 +659,13 @@ class RandomRun(RuleBasedStateMachine):
         assert is_over(self.world), self.world
 
 
+class RandomRunWithTwo(RandomRun):
+    """Runs in which at least two are needed, and which train on during exchanges from the start."""
+
+    def start(self) -> World:
+        return beginning(self.NUM, self.FAULTS, minimum=2, steps=1)
+
+
 class RandomRunWithDelay(RandomRun):
     """Runs in which replicas train on during exchanges."""
 
@@ -647,6 +723,8 @@ class RandomRunWithRemovals(RandomRun):
 
 test_random_runs = RandomRun.TestCase
 test_random_runs.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+test_random_runs_with_two = RandomRunWithTwo.TestCase
+test_random_runs_with_two.settings = test_random_runs.settings
 test_random_runs_with_delay = RandomRunWithDelay.TestCase
 test_random_runs_with_delay.settings = test_random_runs.settings
 test_random_runs_with_removals = RandomRunWithRemovals.TestCase

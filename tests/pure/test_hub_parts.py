@@ -64,7 +64,7 @@ from megatron_edit.errors import UsageError
 from tests.harness.hub import PretendingReplica, read_journal, running_hub
 
 HELLO = Hello(
-    "node-1", "ab", "layout", 4, 2, ("tcp://a", "tcp://b"), True, 3, "digest", 2, True, True
+    "node-1", "ab", "layout", 4, 2, ("tcp://a", "tcp://b"), True, 3, "digest", 2, True
 )  # fmt: skip
 READY = Ready(
     2, 3, "plan", ("d0", "d1"), 96, (("a", ((0, 4), (9, 1))), ("b", ())), True, ((5, 2),)

@@ -75,12 +75,10 @@ class StartingPoint:
     Attributes:
         round: commits whose result it has loaded.
         digest: of that state.
-        has_warmup: whether synchronous steps are ahead.
     """
 
     round: int
     digest: str
-    has_warmup: bool
 
 
 @dataclass(frozen=True)
@@ -139,11 +137,9 @@ class LoadControl:
     def starting_point(self) -> StartingPoint:
         """Where a replica begins that begins an elastic run."""
         manifest = None if self._resume is None else self._resume.manifest
-        step = self._step if self._resume is None else self._resume.plan.entries[0].step
-        has_warmup = (manifest is None or manifest.is_warmup) and step < self._config.warmup_steps
         if manifest is None:
-            return StartingPoint(0, "", has_warmup)
-        return StartingPoint(manifest.round, manifest.digest, has_warmup)
+            return StartingPoint(0, "")
+        return StartingPoint(manifest.round, manifest.digest)
 
     @property
     def resumed_from(self) -> dict[str, object] | None:
