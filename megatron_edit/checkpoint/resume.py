@@ -78,7 +78,8 @@ def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> Resu
 
     Args:
         run: that resumes.
-        warmup_steps: W; lower bound of the step where it is recomputed from the samples.
+        warmup_steps: W; lower bound of the step where it is recomputed from the samples for another
+            batch.
 
     Raises:
         ValueError: the manifest is inconsistent, or replicas with timed rounds have consumed more
@@ -145,7 +146,8 @@ def _plan_next_round(
     batches = -(-consumed // run.batch)  # rounded up: a begun batch counts
     steps = {entry.step for entry in manifest.replicas}
     is_aligned = assignment is None and len(steps) == 1
-    step = steps.pop() if is_aligned else max(warmup_steps, batches)
+    least = warmup_steps if run.batch != manifest.batch else 0
+    step = steps.pop() if is_aligned else max(least, batches)
     position = consumed
     if assignment is None:  # steps that fp16 skipped have consumed samples and moved no schedule
         old = manifest.num_replicas

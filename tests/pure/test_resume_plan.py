@@ -154,6 +154,15 @@ def test_resume_with_another_batch_size_in_mid_round() -> None:
     assert not plan_resume(saved([3, 1]), run_of(2, batch=48)).continues
 
 
+def test_step_of_a_warm_up_of_rounds_is_not_after_the_warm_up_of_the_run() -> None:
+    """With a hub the warm-up has rounds; a run without one is to refuse a longer warm-up."""
+    manifest = saved([0, 0], before=4, assignment=BlockAssignment(2, 24, 8))
+    plan = resume.plan_resume(manifest, run_of(2), 20)
+    assert {entry.step for entry in plan.entries} == {4}
+    larger = resume.plan_resume(manifest, run_of(2, batch=2 * BATCH), 20)
+    assert {entry.step for entry in larger.entries} == {20}
+
+
 def test_resume_with_fewer_replicas_and_larger_blocks() -> None:
     """Blocks of the two runs differ in size; the number of one does not bound the other."""
     plan = plan_resume(
