@@ -564,6 +564,7 @@ def test_loss_before_the_first_commit_does_not_end_the_run(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # half a million states
 @pytest.mark.parametrize(
     ("num", "rounds", "num_faults", "returning"), [(2, 1, 2, False), (3, 1, 1, False)]
 )
