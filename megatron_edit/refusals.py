@@ -451,6 +451,12 @@ MEGATRON_ROWS = (
     Refusal(is_not("optimizer", *SUPPORTED_OPTIMIZERS), USES_EDIT,
             f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
             "use --optimizer adam"),
+    Refusal(is_("optimizer", "sgd"),
+            Part("use_distributed_optimizer", "`--use-distributed-optimizer`",
+                 lambda values: bool(values["use_distributed_optimizer"]
+                                     or values["overlap_param_gather"])),
+            "Megatron's distributed optimizer does not take it",
+            "drop --use-distributed-optimizer and --overlap-param-gather"),
     Refusal(is_not("ckpt_format", "torch_dist"), given("save"),
             "with --use-edit checkpoints are saved in the format torch_dist", _DROP),
     # Assumes equal steps, or another order of samples.

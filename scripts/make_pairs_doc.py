@@ -34,11 +34,6 @@ equal, and that all units land. That results are right is compared by the tests 
 *Refused a*: for reason a, below. `-`: two values of one setting.
 
 """
-# Megatron's distributed optimizer, without which nothing is gathered in the forward pass, takes no
-# SGD; no check of ours says so before Megatron does.
-REFUSED_BY_MEGATRON = frozenset(
-    {("landing", "landing in the forward pass"), ("inner optimizer", "sgd")}
-)
 type Modes = dict[str, str]  # the value of each axis
 # The values that are chosen where they train as many new pairs as others.
 USUAL = {
@@ -60,9 +55,7 @@ def settings_of(modes: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def is_accepted(modes: Mapping[str, str]) -> bool:
-    """Return whether the checks of a start and Megatron accept modes together."""
-    if modes.items() >= REFUSED_BY_MEGATRON:
-        return False
+    """Return whether the checks of a start accept modes together."""
     given = settings_of(modes)
     return given is not None and refusal_of(given) is None
 
@@ -82,7 +75,6 @@ def trainings() -> tuple[Modes, ...]:
     strategy may have a wire type of its own.
     """
     left = {frozenset(pair): pair for pair, row in matrix().items() if row is None}
-    left.pop(REFUSED_BY_MEGATRON, None)
     found: list[Modes] = []
     while left:
         modes = completed(dict(next(iter(left.values()))), set(left))
@@ -128,7 +120,6 @@ def cells() -> dict[frozenset[Choice], str]:
     for number, modes in enumerate(trainings()):
         for pair in pairs_of(modes):
             names.setdefault(pair, f"{number}")
-    names[REFUSED_BY_MEGATRON] = "refused by Megatron"
     return {
         frozenset(pair): names.get(frozenset(pair), "not trained by a test")
         if row is None
