@@ -76,8 +76,8 @@ CONTEXTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (  # settings, arg
     ({}, LAYER_WISE),
     ({}, LAYER_WISE | {"bf16": False}),
 )
-VALUES = (True, 7, "fp16", "report_determinism_stats", "external", "cyclic", "dist_muon", "lion", "sgd",
-          "torch", "full_iteration")  # fmt: skip
+VALUES = (True, 7, "fp16", "report_determinism_stats", "external", "cyclic", "dist_muon", "lion",
+          "sgd", "torch", "full_iteration")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
