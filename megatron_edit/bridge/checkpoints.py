@@ -144,6 +144,7 @@ def save_state(
         folder: `checkpoint.save` of this replica.
         run: has the engine and its host.
     """
+    run.engine.settle()
     run.engine.land_all()
     is_at_sync = not run.engine.status.is_mid_round
     state = dataclasses.replace(run.engine.state_dict(), is_at_sync=is_at_sync)

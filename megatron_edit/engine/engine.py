@@ -350,9 +350,8 @@ class EditEngine:
     # ---- checkpoints
 
     def land_all(self) -> None:
-        """Land the landing sync (then collective) and finish all exchanges, before a save. Delayed
-        syncs that are due later do not land now."""
-        self.settle()
+        """Land the landing sync (then collective) and finish all exchanges, before a save and after
+        `settle`. Delayed syncs that are due later do not land now."""
         with self._context():
             self.syncs.land_all()
             self.syncs.finish_exchanges()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,57 +28,6 @@ from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 # In a record, 8 MiB. A round of more steps reports the losses of its last ones.
 MAX_LOSSES = 1 << 20
-
-
-class Losses(Protocol):
-    """Losses of this replica that the next control record reports.
-
-    Attributes:
-        capacity: numbers that a record has room for, the same in all records of a run.
-    """
-
-    @property
-    def capacity(self) -> int:
-        """How many numbers a record has room for, the same in all records of a run."""
-
-    def note(self, step: int, loss: float) -> None:
-        """Store the loss of a step; NaN where this rank does not know it."""
-
-    def payload(self) -> tuple[float, ...]:
-        """The numbers to report; the last `capacity` of them go into the next record."""
-
-    def mean(self) -> float:
-        """Mean loss since the last meeting, nats per token; NaN where no loss is known."""
-
-    @property
-    def last_step(self) -> int:
-        """The step of the last loss; 0 where losses are not stored step by step."""
-
-    def restore(
-        self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
-    ) -> None:
-        """Restore the losses of a checkpoint.
-
-        Args:
-            payload: saved result of `payload`.
-            last_step: saved value of `last_step`.
-            is_waiting: whether the replica joins the meeting at which it waited before it makes
-                another step.
-        """
-
-    def begin_phase(self) -> None:
-        """Begin a round, after a meeting and its sync."""
-
-    def forget(self) -> float:
-        """Drop all losses; return that of the last step, NaN where it is not known."""
-
-    def report(self, records: Sequence[ControlRecord], reporter: Reporter, samples: int) -> None:
-        """Report the losses in the records of all replicas, and drop those reported.
-
-        Args:
-            records: of a meeting.
-            samples: consumed by all replicas so far.
-        """
 
 
 @dataclass
@@ -258,6 +207,10 @@ class MeanLoss:
 
     def _clear(self) -> None:
         self._total, self._count, self._before, self._last = 0.0, 0, (0.0, 0), math.nan
+
+
+# Losses of this replica that the next control record reports.
+type Losses = StepLosses | MeanLoss
 
 
 def _timeout(settings: EngineSettings, groups: EngineGroups) -> AdaptiveTimeout:

@@ -72,7 +72,8 @@ def begin(
     """Start the exchange of a unit whose parameters have moved by -1 since the anchor."""
     (shard,) = plan.shards
     shard.scatter(torch.full((3,), -1.0))
-    unit = UnitSync.prepare(shard, outer.units[shard.name], None, groups, decision, landing)
+    sync: Any = anything(decision=decision, rules=anything(landing=landing))
+    unit = UnitSync.prepare(shard, outer.units[shard.name], None, groups, sync)
     unit.advance(groups, Wire.of("fp32"))
     return unit
 

@@ -390,7 +390,7 @@ class ElasticRounds:
             is_last |= following.is_over or self.settings.is_synchronous(following.num_consumed)
         if is_last:
             selection = select_all(self.host.plan)
-        syncs.land(syncs.of_units(selection))
+            syncs.land(syncs.of_units(selection))
         norms, loss, _ = syncs.norms(selection, self.state.losses.mean())
         return OwnPart(
             before,

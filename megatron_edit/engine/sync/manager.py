@@ -427,14 +427,8 @@ class SyncManager:
 
         Collective: all ranks of the replica.
         """
-        outer = self.outer
         with self._main_thread():
-            outer.begin_sync()
-            for shard in sync.units.shards:
-                anchor = outer.units[shard.name].stage_anchor()
-                shard.scatter(anchor.ready())
-                anchor.release()
-                shard.publish()
+            self._scatter_anchor(sync.units.shards)
             if not sync.plan.selection.has_all_units and not sync.had_finite_norms:
                 self._restore_others(sync)
         self._host.gather_parameters()
@@ -444,14 +438,17 @@ class SyncManager:
 
         Collective: the ranks of the replica.
         """
+        self._scatter_anchor(self._host.plan.shards)
+        self._host.gather_parameters()
+
+    def _scatter_anchor(self, shards: Sequence[UnitShard]) -> None:
         outer = self.outer
         outer.begin_sync()
-        for shard, anchor in outer.prefetch(self._host.plan.shards, UnitState.stage_anchor):
+        for shard, anchor in outer.prefetch(shards, UnitState.stage_anchor):
             shard.scatter(anchor.ready())
             anchor.release()
             shard.publish()
         outer.end_sync()
-        self._host.gather_parameters()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:

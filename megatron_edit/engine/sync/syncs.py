@@ -261,10 +261,8 @@ class Sync(ABC):
         """Compute a unit's addends: of its parameters and of the moments that the plan averages."""
         plan, groups, sync = self.plan, self._groups, self._groups.sync
         resident_state = self._outer.units[shard.name]
-        unit = UnitSync.prepare(
-            shard, resident_state, staged, groups, plan.decision, plan.rules.landing, snapshot
-        )
-        unit.residual = self._residual_of(resident_state)
+        residual = self._residual_of(resident_state)
+        unit = UnitSync.prepare(shard, resident_state, staged, groups, plan, snapshot, residual)
         if plan.moments.kinds and unit.average is not None:
             unit.moments = UnitMoments.prepare(
                 self._context.host, plan.moments, shard, plan.decision, sync.rank, sync.device

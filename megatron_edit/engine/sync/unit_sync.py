@@ -24,7 +24,7 @@ from megatron_edit.comm.compressed_all_reduce import Addend, Residual
 from megatron_edit.comm.streams import Span
 from megatron_edit.comm.wire import Exchange, Wire, start_exchange
 from megatron_edit.engine.host import EngineGroups
-from megatron_edit.engine.plan import Decision, SyncRules
+from megatron_edit.engine.plan import SyncPlan, SyncRules
 from megatron_edit.engine.sync.averages import agree_on_average
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.offload import DeviceCopy
@@ -92,21 +92,23 @@ class UnitSync:
         resident_state: UnitState,
         staged: StagedUnit | None,
         groups: EngineGroups,
-        decision: Decision,
-        landing: LandingRule,
+        plan: SyncPlan,
         snapshot: Tensor | None = None,
+        residual: Residual | None = None,
     ) -> UnitSync:
         """Compute this replica's addend. Allocates its buffers; never blocks the host.
 
         Args:
             staged: the unit's state, where it stays on the device until the landing.
+            plan: of the sync.
             snapshot: fp32 [numel], the parameters where training may have changed them since; None
                 where it has not.
+            residual: encoding errors that the exchange adds back; None for a lossless wire.
         """
-        replica, device = groups.sync.rank, groups.sync.device
+        replica, device, decision = groups.sync.rank, groups.sync.device, plan.decision
         is_excluded = bool(decision.excluded[replica, shard.index])
-        unit = cls(shard, resident_state, is_excluded, staged, None)
-        if not is_excluded and landing.needs_snapshot:
+        unit = cls(shard, resident_state, is_excluded, staged, None, residual=residual)
+        if not is_excluded and plan.rules.landing.needs_snapshot:
             if snapshot is None:
                 snapshot = shard.gather(torch.empty(shard.numel, device=device))
             unit.snapshot = snapshot
