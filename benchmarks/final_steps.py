@@ -5,8 +5,8 @@
 Replicas of one rank train the GPT of `convergence.py` on real text with the recommended settings,
 up to `FINAL_SHARE` before the end, and are saved. From there each way continues: rounds as before,
 the final phase (averaged gradients), or rounds of one step, whose sync is the mean of the
-parameters, with and without averages of the moments. So all ways have the same first part. Rounds
-of one step are what a run with a hub could make without a final phase.
+parameters, with and without averages of the moments. So all ways have the same first part. The
+final phase of a run with a hub consists of rounds of one step, with own moments.
 
 Prints a Markdown table; differences are to the final phase, in pairs of equal seeds. Writes OUTPUT,
 and the trainings to a folder next to it.
