@@ -66,7 +66,8 @@ def flags_of(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "micro-batch-size": args.samples, "global-batch-size": args.replicas * args.samples,
         "train-iters": args.iterations, "lr-warmup-iters": args.iterations // 20,
         "edit-warmup-steps": args.iterations // 10, "edit-sync-interval": args.tau,
-        "edit-delay-steps": args.delay, "eval-interval": args.iterations,
+        "edit-delay-steps": args.delay, "edit-final-sync-fraction": args.final_share,
+        "eval-interval": args.iterations,
         "eval-iters": max(1, convergence.EVALUATED_SAMPLES // args.samples),
         "train-data-path": args.corpus / PREFIX, "valid-data-path": args.corpus / VALID_PREFIX,
         "seed": seed, "disable-bias-linear": True, "mock-data": None,
@@ -172,6 +173,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--iterations", type=int, default=960, help="(default: %(default)s)")
     add("--tau", type=int, default=16, help="steps of a round (default: %(default)s)")
     add("--delay", type=int, default=0, help="steps (default: %(default)s)")
+    add("--final-share", type=float, default=0.0, help="of the final phase (default: none)")
     add("--away", type=int, default=4, help="rounds without a replica (default: %(default)s)")
     add("--corpus", type=Path, default=convergence.CORPUS, help="prepared if there is none")
     add("--time-limit", type=float, default=900.0, help="seconds (default: %(default)g)")
