@@ -5,9 +5,9 @@
 Replicas of one rank train the GPT of `convergence.py` on real text, with a hub and the recommended
 settings. In the run with faults one replica after another is killed when a share of the samples is
 committed (`SHARES`), and started again some rounds later; both runs consume the same samples. While
-a replica is away a round has fewer of them, so that the run with faults makes more rounds, each of a
-smaller batch: the difference includes what that changes, and may be negative. The validation loss
-at the end is the leader's, which is never killed.
+a replica is away a round has fewer of them, so that the run with faults makes more rounds, some of
+them with smaller batches: the difference includes what that changes, and may be negative. The
+validation loss at the end is the leader's, which is never killed.
 
 Prints a Markdown table; writes OUTPUT, and the runs to a folder next to it.
 """
