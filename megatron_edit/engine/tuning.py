@@ -256,7 +256,8 @@ class AutoTuner:
             steps = [math.nan] * MEASURED_STEPS
         forward = _median(self.meter.forwards, default=0.0)
         longest = [-rate, latency, _median(steps), *self.work]
-        mine = torch.tensor([*longest, *(-value for value in (forward, *steps))]).double()
+        shortest = [-value for value in (forward, *steps)]
+        mine = torch.tensor([*longest, *shortest], dtype=torch.float64)
         least, *most = self.groups.control.all_gather(mine).amax(dim=0).tolist()
         count = len(longest) - 1
         latency, step, *work = most[:count]

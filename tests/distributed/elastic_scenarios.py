@@ -317,7 +317,7 @@ class Replica:
     @classmethod
     def begin(
         cls, name: str, script: Script, place: int, settings: dict[str, Any], start: dict[str, Any],
-        target: int,
+        target: int, last_local_step: int,
     ) -> Replica:  # fmt: skip
         """Begin the run, or become ready to join the others' next meeting."""
 
@@ -339,8 +339,8 @@ class Replica:
             transports.sync, transports.meeting, group("replica"), group("stage"), control, {}
         )
         config = EditConfig(
-            use_edit=True, strategy="edit", warmup_steps=0, hub="127.0.0.1:1", replica_name=name,
-            nominal_replicas=len(script.founders), **with_outer(settings),
+            use_edit=True, strategy="edit", hub="127.0.0.1:1", replica_name=name,
+            nominal_replicas=len(script.founders), **with_outer({"warmup_steps": 0} | settings),
         )  # fmt: skip
         sizes = {unit: len(values) for unit, values in start.items()}
         host = ToyHost.build(sizes, 0, 1, start)
@@ -350,7 +350,7 @@ class Replica:
         )
         reporter = Collector()
         engine = EditEngine(
-            EngineSettings(config, False, target, 0), host, groups, world, reporter,
+            EngineSettings(config, False, target, last_local_step), host, groups, world, reporter,
             elastic=parts,
         )  # fmt: skip
         self = cls(engine, host, reporter, [])
@@ -414,6 +414,7 @@ def run_script(
     start: dict[str, Any],
     moves: list[dict[str, list[dict[str, Any]]]],
     target: int,
+    last_local_step: int,
 ) -> list[dict[str, Any]]:
     """Be the replica names[RANK] in all its lives.
 
@@ -424,6 +425,7 @@ def run_script(
         start: values by unit at the switch.
         moves: moves[round][name], one for each step of that round.
         target: blocks of the run.
+        last_local_step: before the final phase, of the nominal number of replicas.
 
     Returns:
         What this replica has applied in all its lives; see `Replica.record`.
@@ -434,22 +436,26 @@ def run_script(
     lives: list[Replica] = []
     current: Replica | None = None
     if name in script.founders:
-        current = Replica.begin(name, script, -1, settings, start, target)
+        current = Replica.begin(name, script, -1, settings, start, target, last_local_step)
         lives.append(current)
     for place, (number, exchange) in enumerate(script.exchanges):
         is_due = current is not None and current.num_commits == number
         is_first = exchange is script.rounds[number][0]
         try:
             if name in exchange.joined:
-                current = Replica.begin(name, script, place, settings, nothing, target)
+                current = Replica.begin(
+                    name, script, place, settings, nothing, target, last_local_step
+                )
                 lives.append(current)
                 current.engine.join_pending_meeting()
             elif name not in exchange.members:
                 if current is not None and current.engine.elastic is not None:
                     current.engine.elastic.settle()  # lost after the meeting
                 if current is not None and is_due and is_first:  # or in the middle of the round
-                    most = 1 if settings.get("fragments", 1) == 1 else 0
-                    current.train(moves[number][name], most=most)
+                    engine = current.engine
+                    has_one_step = engine.state.rounds.is_synchronous(engine.settings)
+                    is_short = has_one_step or settings.get("fragments", 1) > 1
+                    current.train(moves[number][name], most=0 if is_short else 1)
                 current = None
             elif current is not None and is_due and is_first:
                 current.train(moves[number][name])

@@ -35,10 +35,17 @@ def draw_moves(rounds: int, seed: int) -> tuple[dict[str, Any], Moves]:
     return start, moves
 
 
-def expect(script: Script, start: dict[str, Any], moves: Moves, target: int) -> list[ElasticCommit]:
-    """Play the script in the oracle."""
+def expect(
+    script: Script, start: dict[str, Any], moves: Moves, target: int, **phases: Any
+) -> list[ElasticCommit]:
+    """Play the script in the oracle.
+
+    Args:
+        phases: `warmup` and `local` of `ElasticSettings`.
+    """
     strategy = settings_for("edit", tau=TAU, penalty=PENALTY, dtype=np.float32)
-    oracle = ElasticRounds(ElasticSettings(strategy, target), start, script.founders)
+    settings = ElasticSettings(strategy, target, **phases)
+    oracle = ElasticRounds(settings, start, script.founders)
     commits = []
     for number, tries in enumerate(script.rounds):
         joined = {name for each in tries for name in each.joined}
@@ -112,11 +119,23 @@ def run_both(
 
 
 def play(
-    script: Script, start: dict[str, Any], moves: Moves, target: int, wire: str, **more: Any
+    script: Script,
+    start: dict[str, Any],
+    moves: Moves,
+    target: int,
+    wire: str,
+    last_local_step: int | None = None,
+    **more: Any,
 ) -> list[RankResult]:
-    """Run a script with real replicas."""
+    """Run a script with real replicas.
+
+    Args:
+        last_local_step: before a final phase; None: there is none.
+        more: settings.
+    """
     settings = SETTINGS | {"sync_dtype": wire} | more
-    arguments = (NAMES, script, settings, start, moves, target)
+    last = target if last_local_step is None else last_local_step
+    arguments = (NAMES, script, settings, start, moves, target, last)
     return run_ranks(SCENARIO, len(NAMES), arguments, check=True)
 
 
@@ -151,6 +170,35 @@ def test_replicas_that_leave_join_and_return_equal_the_oracle(wire: str, slack: 
     assert "b-2" in commits[5].left_out["layer.1"]
     steps = [{n: len(run) for n, run in commit.blocks.items()} for commit in commits]
     assert steps[2] == {"B": 0, "a": 2, "b-2": 2} and steps[-1] == {"a": 1, "b-2": 0}
+
+
+def test_replicas_change_in_warm_up_and_final_phase() -> None:
+    """In either phase one is lost in the middle of a round, one in the exchange, and one joins.
+    Catches: a phase with other weights, a clip or a momentum that changes, a joiner in a round of
+    another length, and a round that goes on in the final phase."""
+    three, two = ("a", "b-2", "node9"), ("a", "b-2")
+    changes = (
+        (Exchange(three),),
+        (Exchange(two),),  # node9 is lost in the middle of the round
+        (Exchange(("B", *two), joined=("B",)),),
+        (Exchange(("B", *two), lost=("B",), is_complete=False), Exchange(two)),
+        (Exchange(three, joined=("node9",)),),
+    )
+    script = Script(three, (*changes, *((Exchange(three),),) * 4, *changes))
+    start, moves = draw_moves(len(script.rounds), seed=7)
+    moves[0]["b-2"][0]["layer.1"][3] = np.nan
+    # A warm-up of 4 steps of 3 replicas, then 21 blocks up to step 11.
+    expected = expect(script, start, moves, 60, warmup=12, local=33)
+    closeness = min(r.closeness for commit in expected for r in commit.records.values())
+    assert closeness > 1e-3, "rounding decides; change the seed"
+    more = {"warmup_steps": 4, "last_local_step": 11}
+    assert_equal_to_oracle(play(script, start, moves, 60, "fp32", **more), expected)
+    steps = [max(map(len, commit.blocks.values())) for commit in expected]
+    assert steps == [1] * 6 + [2, 2, 2, 1] + [1] * 4, steps
+    assert expected[0].left_out["layer.1"] == {"b-2"} and not expected[0].left_out["layer.2"]
+    for before, after in ((0, 5), (9, 13)):
+        for unit, values in expected[before].momentum.items():
+            np.testing.assert_array_equal(values, expected[after].momentum[unit])
 
 
 def applied_by(results: list[RankResult], name: str) -> list[dict[str, bytes]]:

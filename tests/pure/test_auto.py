@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.wire import Wire
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32, INT8, SIGN
-from megatron_edit.engine import EngineSettings
+from megatron_edit.engine import EngineSettings, tuning
+from megatron_edit.engine.tuning import MEASURED_STEPS, AutoTuner
 from megatron_edit.method import auto
 from megatron_edit.method.auto import (
     INTERVALS,
@@ -27,6 +32,7 @@ from megatron_edit.method.auto import (
     calibrated,
     choose,
     leaves_prediction,
+    mean_wait,
     predict,
     with_choice,
 )
@@ -424,3 +430,120 @@ def test_outer_presets_are_valid_at_every_interval() -> None:
         assert outer_preset(1, wire) == outer_preset(INTERVALS[0], wire)
         assert outer_preset(10**6, wire) == outer_preset(INTERVALS[-1], wire)
     assert outer_preset(None, "fp32") == outer_preset(128, "fp32")  # A-EDiT
+
+
+# ---- choices from the records of a run with a hub
+
+NAN = math.nan
+
+
+def tuner_of(members: int, **given: Any) -> AutoTuner:
+    """The tuner of a rank while `members` replicas take part, of nominally two; 400 blocks."""
+    config = EditConfig(
+        auto=True, hub="host:1", replica_name="a", nominal_replicas=2, warmup_steps=20, **given
+    )
+    groups: Any = SimpleNamespace(sync=SimpleNamespace(size=members), control=SimpleNamespace())
+    return AutoTuner.of(EngineSettings(config, False, 400, 200), groups, torch.tensor([[70, 30]]))
+
+
+def row_of(rate: float, latency: float, step: float, *steps: float) -> list[float]:
+    """What a replica without local work has measured; the last steps are `step` if not given."""
+    num_wires = tuner_of(1).num_measured - 4 - MEASURED_STEPS
+    each = steps or (step,) * MEASURED_STEPS
+    return [rate, latency, step, step / 4, *[step / 1e6] * num_wires, *each]
+
+
+def choice_from(
+    rows: list[list[float]], consumed: int = 60, **given: Any
+) -> tuple[AutoChoice | None, AutoTuner]:
+    """The choice from records with these rows, and the tuner that made it."""
+    tuner = tuner_of(len(rows), **given)
+    records = [ControlRecord(0, 30, 1, 0, 0, (), (), measured=row) for row in rows]
+    return tuner.choose_from(records, consumed), tuner
+
+
+def test_row_has_the_slowest_rank_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least rate and the longest times; of forward passes, which hide exchanges, and of each
+    step the shortest. Catches a replica whose ranks write different rows."""
+    monkeypatch.setattr(tuning, "_work_per_element", lambda wire, numel, groups: 1e-9)
+    ranks, seen = [tuner_of(2), tuner_of(2)], list[torch.Tensor]()
+
+    def note(mine: torch.Tensor) -> torch.Tensor:
+        seen.append(mine)
+        return mine[None]
+
+    for factor, rank in zip((1, 2), ranks, strict=True):
+        rank.links = (1e6 / factor, 0.01 * factor)
+        rank.meter.steps += [9.0, *(factor * 0.1 + 0.01 * n for n in range(MEASURED_STEPS))]
+        rank.meter.forwards += [0.03 * factor] * 4
+        control: Any = rank.groups.control
+        control.all_gather = note
+        rank.row()
+        control.all_gather = lambda mine: torch.stack(seen)
+    found = [rank.row() for rank in ranks]
+    assert found[0] == found[1] and len(found[0]) == ranks[0].num_measured
+    rate, latency, step, forward, *work = found[0][:-MEASURED_STEPS]
+    assert (rate, latency, forward) == (5e5, 0.02, 0.03) and set(work) == {1e-9}
+    assert step == pytest.approx(0.245)
+    steps = found[0][-MEASURED_STEPS:]
+    assert steps == pytest.approx([0.1 + 0.01 * n for n in range(MEASURED_STEPS)])
+
+
+def test_row_of_too_few_steps_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is measured once the settings are chosen, nor without `--edit-auto`."""
+    monkeypatch.setattr(tuning, "_work_per_element", lambda wire, numel, groups: 1e-9)
+    tuner = tuner_of(2)
+    control: Any = tuner.groups.control
+    control.all_gather = lambda mine: mine[None]
+    tuner.meter.steps += [0.1] * (MEASURED_STEPS - 1)
+    assert all(map(math.isnan, tuner.row()[-MEASURED_STEPS:]))
+    assert math.isnan(tuner.row()[0]) and not math.isnan(tuner.row()[4])  # a joiner knows no links
+    tuner.meter.last_step = None
+    assert tuner.row() == [] and tuner.num_measured == 0
+    plain = EngineSettings(EditConfig(), False, 400, 200)
+    assert AutoTuner.of(plain, tuner.groups, tuner.unit_numels).num_measured == 0
+
+
+@pytest.mark.parametrize("strategy", ["edit", "a-edit"])
+def test_choice_is_from_the_values_of_all_records(strategy: str) -> None:
+    """The slowest link; steps of the slowest replica, or of the median one where the clock ends
+    rounds. Its step is that of the nominal replicas, as in the schedule."""
+    uneven = [0.1, 0.3] * (MEASURED_STEPS // 2)
+    rows = [row_of(4e5, 0.03, 0.2, *uneven), row_of(2e5, 0.01, 0.3), row_of(8e5, 0.02, 0.1)]
+    found, tuner = choice_from(rows, strategy=strategy)
+    work = {wire: 0.3 / 1e6 for wire in tuner._wires}
+    wait = mean_wait([row[-MEASURED_STEPS:] for row in rows])
+    step = 0.2 if strategy == "a-edit" else 0.3
+    expected = Measurement(step, 0.025, 2e5, 0.03, work, wait, 0.3)
+    assert found == choose(tuner._setting(), expected, 30, (400 - 60) // 3)
+    assert found is not None and found.since == 30 and wait > 0
+    assert choice_from([*rows, row_of(NAN, NAN, 0.1)], strategy=strategy)[0] is not None
+
+
+@pytest.mark.parametrize("joined", [(0,), (1,), (0, 1)], ids=str)
+def test_links_of_joiners_are_not_known(joined: tuple[int, ...]) -> None:
+    """Those of the others count; if all have joined, no link limits the choice."""
+    rows = [row_of(2e5, 0.01, 0.2), row_of(4e5, 0.03, 0.2)]
+    for number in joined:
+        rows[number][:2] = [NAN, NAN]
+    found, _ = choice_from(rows)
+    assert found is not None
+    rate, latency = {(0,): (4e5, 0.03), (1,): (2e5, 0.01), (0, 1): (math.inf, 0.0)}[joined]
+    assert (found.measured.rate, found.measured.latency) == (rate, latency)
+    assert AutoChoice.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+def test_no_choice_before_all_have_measured_steps() -> None:
+    """Catches a choice from some of the replicas, which the others could not make."""
+    complete, short = row_of(2e5, 0.01, 0.2), row_of(NAN, NAN, 0.2, *[NAN] * MEASURED_STEPS)
+    assert choice_from([complete, short])[0] is None
+    assert choice_from([complete, complete])[0] is not None
+    assert choice_from([[], []])[0] is None  # settings are chosen already
+
+
+def test_replica_alone_chooses_as_without_links() -> None:
+    """Would catch: no choice, or a division by the replicas that it waits for."""
+    found, _ = choice_from([row_of(math.inf, 0.0, 0.2)])
+    assert found is not None and found.measured.wait == 0.0
+    assert found.settings.sync_dtype == FP32 and found.settings.delay_steps == 0
+    assert found.share == pytest.approx(1.0, abs=1e-2)

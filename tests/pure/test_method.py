@@ -33,7 +33,7 @@ from megatron_edit.method.norms import (
     sum_differs,
     sum_of_squares,
 )
-from megatron_edit.method.outer import outer_rule
+from megatron_edit.method.outer import Averaging, outer_rule
 from megatron_edit.method.schedule import (
     LossSchedule,
     RoundStart,
@@ -76,6 +76,17 @@ def test_outer_steps_equal_the_reference(strategy: str, lr: float) -> None:
     np.testing.assert_allclose(ours.numpy(), anchor, rtol=1e-5, atol=1e-5)
     if strategy not in ("local-sgd", "post-local-sgd"):  # they have no momentum
         np.testing.assert_allclose(ours_momentum.numpy(), momentum, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.3])
+def test_averaging_has_the_bits_of_fp32(clip: float) -> None:
+    """The anchor minus the average, each product and difference rounded to fp32; the momentum
+    keeps its bits. Catches a fused multiply-add, and a step that the momentum enters."""
+    anchor, momentum, average = (each.astype(np.float32) for each in arrays(3))
+    ours, kept = fp32(anchor), fp32(momentum)
+    Averaging().step_(ours, kept, fp32(average), clip=clip, inner_lr=0.1)
+    assert ours.numpy().tobytes() == (anchor - np.float32(clip) * average).tobytes()
+    assert kept.numpy().tobytes() == momentum.tobytes()
 
 
 @pytest.mark.parametrize("delay", [0, 3])
@@ -172,6 +183,29 @@ def test_replica_without_steps_has_no_weight_or_verdict() -> None:
     assert learned.accepted.tolist() == [[1, 1], [0, 0], [1, 1]]
     assert not bool(decision.rollback.any())
     assert decision.norms.equal(norms)  # reported unchanged
+
+
+def test_synchronous_decision_has_equal_weights_of_finite_replicas_with_steps() -> None:
+    """Whatever armed detectors and shares of steps would say; no detector learns from it. Units
+    without such a replica are rolled back."""
+    nan = math.nan
+    norms = torch.tensor(
+        [[1.0, nan, nan], [1e6, 2.0, math.inf], [3.0, 5.0, 0.0]], dtype=torch.float64
+    )
+    steps = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0]])
+    fresh = DetectorState.fresh(3, 3)
+    armed = replace(fresh, mean=fresh.mean + 1.0, updates=fresh.updates + 30,
+                    accepted=fresh.accepted + 30)  # fmt: skip
+    penalty = replace(PENALTY, step_weight=0.5, weight_temperature=1.0)
+    decision, learned = decide(norms, armed, penalty, steps, range(3), is_synchronous=True)
+    assert decision.weights.tolist() == [[0.5, 0.0, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert decision.verdict.anomalous.tolist() == [
+        [False, True, True], [False, False, True], [True, True, True]
+    ]  # fmt: skip
+    assert decision.rollback.tolist() == [False, False, True] and decision.is_synchronous
+    assert learned is armed
+    usual, _ = decide(norms, armed, penalty, steps, range(3))
+    assert usual.verdict.anomalous[1, 0] and not usual.is_synchronous
 
 
 def test_step_weights_are_blended_over_the_accepted() -> None:

@@ -332,6 +332,71 @@ def test_final_phase_follows_the_last_block(has_final_phase: bool) -> None:
     assert (state.step, state.inner_steps) == (5, 0)
 
 
+# ---- rounds of one step, in warm-up and final phase of a run with a hub
+
+
+def with_hub(**fields: Any) -> EngineSettings:
+    """A training of 40 blocks of two nominal replicas: a warm-up of 5 steps, a final phase after
+    step 15, and rounds of four steps between them."""
+    given = {"hub": "host:1", "replica_name": "a", "nominal_replicas": 2, "warmup_steps": 5}
+    return replace(settings_of(40, **{**given, **fields}), last_local_step=15)
+
+
+def state_at(consumed: int, replicas: int) -> RunState:
+    """The state at the begin of a round of some replicas."""
+    state = run_state(None, BlockAssignment(replicas, 40, consumed))
+    state.step = 6
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["edit", "a-edit"])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_rounds_of_warm_up_and_final_phase_have_one_step(replicas: int, strategy: str) -> None:
+    """And the last round before the final phase as many as its blocks need. Catches a phase that
+    counts steps of the present replicas, not of the nominal ones, and a border that is one off."""
+    found, settings = {}, with_hub(strategy=strategy, fragments=2)
+    for consumed in range(40):
+        state = state_at(consumed, replicas)
+        trigger = ClockTrigger(fragments_of(2), settings, anything(), state)
+        is_synchronous = state.rounds.is_synchronous(trigger.settings)
+        assert is_synchronous is (consumed < 10 or consumed >= 30), consumed
+        assert trigger.next_meeting().is_last is is_synchronous
+        assert trigger.next_meeting().selection.has_all_units is is_synchronous
+        while trigger.meeting_after(state.step + 1, is_requested=False) is None:
+            state.step += 1
+        found[consumed] = state.inner_steps + 1
+    most = 2 if strategy == "edit" else 40  # of tau steps, for each of two fragments
+    for consumed, steps in found.items():
+        left = -(-(30 - consumed) // replicas)
+        expected = min(most, left) if 10 <= consumed < 30 else 1
+        assert steps == expected, (consumed, steps)
+
+
+def test_final_phase_without_hub_has_no_rounds() -> None:
+    """Nor has the warm-up: gradients are averaged in them."""
+    settings = replace(settings_of(40, strategy="a-edit", warmup_steps=5), last_local_step=15)
+    for consumed in (0, 9, 30, 39):
+        assert not settings.is_synchronous(consumed)
+        assert not state_at(consumed, 2).rounds.is_synchronous(settings)
+    assert settings.has_final_round and not with_hub(strategy="a-edit").has_final_round
+
+
+@pytest.mark.parametrize(("consumed", "is_synchronous"), [(8, True), (10, False), (32, True)])
+def test_synchronous_meeting_changes_no_history(consumed: int, is_synchronous: bool) -> None:
+    """Neither detectors nor losses, and no moments are averaged. Catches losses of a warm-up, which
+    fall fast, in the history that later ones are compared with."""
+    settings = with_hub(average_moments="both", anomaly_warmup_syncs=0)
+    before = RoundState.fresh(2, 2, BlockAssignment(2, 40, consumed))
+    records = [record((norm, 1.0), inner_steps=1, round_loss=3.0) for norm in (1.0, 2.0)]
+    plan = meet(before, records, rules=settings)
+    assert plan.decision is not None and plan.decision.is_synchronous is is_synchronous
+    assert (plan.decision.weights[0, 0] == 0.5) == is_synchronous
+    assert (plan.after.detectors is before.detectors) is is_synchronous
+    assert (plan.after.loss_history is before.loss_history) is is_synchronous
+    assert bool(plan.moments.kinds) is not is_synchronous
+    assert plan.after.assignment is not None and plan.after.assignment.num_consumed == consumed + 2
+
+
 # ---- properties of the pure function
 
 NUM_UNITS = 3

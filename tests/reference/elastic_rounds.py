@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from tests.reference.judging import UnitRecord, judge
 from tests.reference.ledger import slow_shares
 from tests.reference.loss_check import LossOracle
 from tests.reference.oracle import Array, DetectorOracle
-from tests.reference.outer_rules import StrategySettings, outer_step
+from tests.reference.outer_rules import NO_PENALTY, StrategySettings, outer_step
 
 Units = Mapping[str, NDArray[np.floating]]
 
@@ -32,6 +32,10 @@ class ElasticSettings:
         strategy: `edit` or `a-edit`; its tau is the length of a round of `edit`.
         target: blocks of the whole run.
         samples_per_block: micro-batch x data-parallel ranks x micro-batches of a step.
+        warmup: blocks of the warm-up, W x nominal replicas. A round that begins before so many are
+            consumed has one step.
+        local: blocks before the final phase; None: there is none. A round that begins when so many
+            are consumed has one step, too, and none goes on far beyond them.
         loss_check: whether replicas are rejected because of their loss.
         loss_threshold: largest accepted excess, in standard deviations.
         loss_patience: largest number of rejections in a row.
@@ -40,6 +44,8 @@ class ElasticSettings:
     strategy: StrategySettings
     target: int
     samples_per_block: int = 1
+    warmup: int = 0
+    local: int | None = None
     loss_check: bool = True
     loss_threshold: float = 6.0
     loss_patience: int = 3
@@ -134,7 +140,20 @@ class ElasticRounds:
     @property
     def samples(self) -> int:
         """Samples committed so far."""
-        return (self.frontier - len(self.holes)) * self.settings.samples_per_block
+        return self.num_consumed * self.settings.samples_per_block
+
+    @property
+    def num_consumed(self) -> int:
+        """Blocks committed so far."""
+        return self.frontier - len(self.holes)
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether the current round is one of warm-up or final phase: after one step of each
+        replica the parameters become the plain average, and nothing else changes."""
+        local = self.settings.local
+        is_final = local is not None and self.num_consumed >= local
+        return is_final or self.num_consumed < self.settings.warmup
 
     @property
     def remaining(self) -> list[int]:
@@ -143,9 +162,14 @@ class ElasticRounds:
 
     def most_steps(self, name: str) -> int:
         """Return the largest number of steps of a replica in the current round."""
-        num_blocks = len(self.assignment.get(name, ()))
-        is_timed = self.settings.strategy.strategy == "a-edit"
-        return num_blocks if is_timed else min(self.settings.strategy.tau, num_blocks)
+        most: list[float] = [len(self.assignment.get(name, ()))]
+        if self.settings.strategy.strategy != "a-edit":
+            most.append(self.settings.strategy.tau)
+        if self.is_averaging:
+            most.append(1)
+        elif self.settings.local is not None:  # enough for all blocks before the final phase
+            most.append(math.ceil((self.settings.local - self.num_consumed) / len(self.assignment)))
+        return int(min(most))
 
     def commit(
         self,
@@ -218,7 +242,11 @@ class ElasticRounds:
         gradients: Mapping[str, Units],
         losses: Mapping[str, float],
     ) -> dict[str, UnitRecord]:
-        bad_losses = self._bad_losses(names, steps, losses)
+        strategy, bad_losses = self.settings.strategy, set[str]()
+        if self.is_averaging:
+            strategy = replace(strategy, strategy="local-sgd", penalty=NO_PENALTY, rho=0.0)
+        else:
+            bad_losses = self._bad_losses(names, steps, losses)
         # A replica rejected because of its loss feeds no detector, like one without a step.
         counted = [0 if name in bad_losses else steps[name] for name in names]
         records = {}
@@ -228,7 +256,7 @@ class ElasticRounds:
                 for name in names
             ]
             average, record = judge(
-                self.settings.strategy,
+                strategy,
                 unit,
                 sum(counted),
                 deltas,
@@ -238,7 +266,7 @@ class ElasticRounds:
             records[unit] = record
             if not record.rolled_back:
                 self.anchor[unit], self.momentum[unit] = outer_step(
-                    self.settings.strategy, anchor, self.momentum[unit], average, lr=1.0
+                    strategy, anchor, self.momentum[unit], average, lr=1.0
                 )
         return records
 
@@ -261,9 +289,10 @@ class ElasticRounds:
     def _assign(self, names: list[str], steps: Mapping[str, int]) -> None:
         entries = self.remaining
         counts = [steps.get(name, 0) for name in names]
-        self.is_quota_round = self.settings.strategy.strategy == "a-edit" and 0 < len(
-            entries
-        ) <= 2 * len(names) * max(counts)
+        is_timed, is_short = self.settings.strategy.strategy == "a-edit", False
+        if is_timed and self.settings.local is None:  # else the run ends with rounds of one step
+            is_short = 0 < len(entries) <= 2 * len(names) * max(counts)
+        self.is_quota_round = is_short
         self.assignment = {name: tuple(entries[i :: len(names)]) for i, name in enumerate(names)}
         if self.is_quota_round:
             for name, quota in zip(names, slow_shares(len(entries), counts), strict=True):
