@@ -65,7 +65,7 @@ class ReplicaState:
         leave: why the ranks end; empty while they do not.
         admitted_from: the round that it waits for before it copies the state; 0: none.
         has_begun: whether the ranks train, or have trained, in this run. The first groups are
-            formed before that; a failure then ends the run.
+            formed before that; after a failure all start again.
     """
 
     hello: Hello
