@@ -125,7 +125,7 @@ def write_run_header(
     step_bytes = inside_bytes(engine, args)
     run["training"] = {
         "train_iters": args.train_iters,
-        "last_local_step": host.counters.last_local_step,
+        "last_local_step": engine.settings.last_local_step,
         "global_batch_size": args.global_batch_size,
         "seq_length": args.seq_length,
         "inside_bytes_per_step": step_bytes,

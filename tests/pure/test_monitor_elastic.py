@@ -21,7 +21,7 @@ from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.membership import HubJournal
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.summary import replica_table
+from megatron_edit.tools.monitor.summary import describe_schedule, replica_table
 from tests.harness.elastic_event_files import (
     BEGAN_AT,
     FENCED,
@@ -250,6 +250,31 @@ def test_loss_in_warm_up_ends_the_run(tmp_path: Path) -> None:
     with (logs / "replica-b.jsonl").open("a") as file:
         file.write(json.dumps(FENCED | {"exit_code": 4, "time": BEGAN_AT}) + "\n")
     assert read_run(logs).state == "failed"
+
+
+def test_phases_of_rounds_of_one_step_count_in_no_share(tmp_path: Path) -> None:
+    """Nor in the finding on exposed time, which a longer interval would not change. Would catch:
+    rounds of warm-up and final phase in it, and a text that says that gradients are averaged."""
+    logs = SyntheticElasticRun([SyntheticEpoch("abc", 12)], is_over=True).write(tmp_path)
+    usual, header = read_run(logs), json.loads((logs / "run.json").read_text())
+    records = usual.syncs.records
+    header["config"] |= {"warmup_steps": records[3].iteration, "final_sync_fraction": 0.4}
+    header["training"]["last_local_step"] = records[7].iteration
+    (logs / "run.json").write_text(json.dumps(header))
+    run = read_run(logs)
+    assert run.syncs.count == 12 and run.syncs.sent_bytes == usual.syncs.sent_bytes
+    assert run.syncs.elapsed == records[7].time - records[3].time
+    for place, name in ((0, "wait"), (3, "exposed")):
+        seconds = sum(sync.seconds[place] for sync in records[4:8])
+        assert run.syncs.share(name) == pytest.approx(seconds / run.syncs.elapsed), name
+    text = describe_schedule(run.facts)
+    assert f"after step {records[7].iteration} parameters are averaged at every step" in text
+
+
+def test_warm_up_with_a_hub_has_syncs(tmp_path: Path) -> None:
+    """Would catch: a reader who waits for the end of the warm-up."""
+    run = read_run(SyntheticElasticRun([SyntheticEpoch("abc", 0)]).write(tmp_path))
+    assert "No sync yet: in the warm-up there is one after each step." in finding_texts(run)
 
 
 # ---- files

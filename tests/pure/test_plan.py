@@ -213,6 +213,34 @@ def test_plan_reports_bytes_of_final_phase() -> None:
     assert "in the last 0.05 of the training" in text and "in the last" not in other_text
 
 
+HUB = "--use-edit --edit-hub h:1 --edit-replica-name a --edit-nominal-replicas 8".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_synchronous_steps_with_a_hub_are_syncs(wire: str) -> None:
+    """All units at once, blocking, in the wire type of syncs, without moments; `ddp` still averages
+    gradients. Catches a warm-up that is planned in fp32 where it is sent in int8."""
+    words = (*HUB, "--edit-sync-dtype", wire, "--edit-final-sync-fraction", "0.1")
+    job = job_of("llama_1b", 8, *words, "--edit-fragments", "4", "--edit-delay-steps", "8",
+                 "--edit-average-moments", "both")  # fmt: skip
+    config, plain = job.config("edit"), job_of("llama_1b", 8, *words)
+    found, same = gradient_traffic(job, config), sync_traffic(plain, plain.config("edit"), 1)
+    assert found == same and found.per_step == found.per_replica
+    form = Wire.of(wire)
+    payload = sum(form.payload_bytes(n, 8) for row in job.rank_numels for n in row)
+    assert payload < found.per_replica < 1.001 * payload + 1e6
+    assert sync_traffic(job, config, 128).per_replica > 1.5 * found.per_replica  # with moments
+    cost = synchronous_cost(job, config, at(1e9))
+    assert cost.round == 2.0 and cost.exposed > cost.exchange == pytest.approx(
+        8 * found.per_host / 1e9, rel=0.01
+    )
+    assert gradient_traffic(job, job.config("ddp")) == gradient_traffic(
+        job_of("llama_1b", 8, "--use-edit"), config
+    )
+    text = " ".join(lines(make_plan(job, at(1e9), ["edit"])))
+    assert "in the last 0.1 of the training" in text and "(parameters are averaged)" in text
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4.0), ("bf16", 2.0), ("int8", 260 / 256)])
 def test_planned_synchronous_bytes_equal_those_of_compare(dtype: str, width: float) -> None:
     """`compare/traffic.py` computes the same for all ranks of a job; both by the width of a
@@ -384,11 +412,10 @@ def test_suggested_settings_are_those_that_edit_auto_chooses() -> None:
         chosen = {each: getattr(choice.settings, each) for each in auto_settings(name)}
         assert {each: getattr(better, each) for each in chosen} == chosen
     assert "settings" not in {a.subject for a in advise(job, "co2", at(1e9), None)}
-    hub = ("--edit-hub", "h:1", "--edit-replica-name", "a", "--edit-nominal-replicas", "8")
-    elastic = job_of("llama_7b", 8, "--use-edit", *hub)  # no sync lands in the forward pass
+    elastic = job_of("llama_7b", 8, *HUB)  # no sync lands in the forward pass
     found = {a.subject: a for a in advise(elastic, "edit", at(1e8), None)}["settings"]
     assert "--edit-delay-steps" in str(found.value)
-    delayed = job_of("llama_7b", 8, "--use-edit", *hub, "--edit-delay-steps", "4")
+    delayed = job_of("llama_7b", 8, *HUB, "--edit-delay-steps", "4")
     assert delayed.is_elastic and delayed.config("edit").sync_mode == "blocking"
 
 
@@ -423,6 +450,10 @@ def test_warm_up_that_takes_days_is_a_warning() -> None:
     coded = job_of("llama_7b", 8, "--use-edit", "--edit-warmup-dtype", "int8")
     found = warmup_warning(coded, coded.config("edit"), at(1e9))
     assert found is not None and "26.6 h" in found.text and "int8" not in found.text
+    elastic = job_of("llama_7b", 8, *HUB)
+    found = warmup_warning(elastic, elastic.config("edit"), at(1e9))
+    assert found is not None and "--edit-sync-dtype int8: " in found.text
+    assert "--edit-warmup-dtype" not in found.text
     for rate, step, flags in (
         (1e10, 60.0, ""),  # longer steps
         (1e12, 0.1, ""),  # a quarter of an hour

@@ -137,9 +137,15 @@ class Facts:
         """Whether replicas make unequal numbers of steps: their position is that of samples."""
         return self.strategy.is_timed or self.is_elastic
 
+    def has_local_steps(self, iteration: int) -> bool:
+        """Whether the sync there ends a round of local steps. With a hub the warm-up and the final
+        phase consist of rounds of one step."""
+        last = self.train_iters if self.last_local_step is None else self.last_local_step
+        return not self.is_elastic or self.warmup_steps < iteration <= last
+
     @property
     def has_one_loss_per_round(self) -> bool:
-        """Whether `loss.jsonl` has one line for each round after the warm-up."""
+        """Whether `loss.jsonl` has one line for each round, but in a warm-up without a hub."""
         return self.has_unequal_steps or self.config.get("interval", FIXED) != FIXED
 
     @property

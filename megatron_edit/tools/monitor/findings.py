@@ -183,6 +183,8 @@ def _spike_text(run: MonitoredRun, replicas: Sequence[Replica]) -> str:
 def _no_sync_text(facts: Facts) -> str:
     if facts.strategy.endless_warmup:
         return "This strategy averages gradients at every step: there are no syncs to show."
+    if facts.is_elastic and facts.warmup_steps:
+        return "No sync yet: in the warm-up there is one after each step."
     return (
         f"No sync yet: {facts.warmup_steps} steps of warm-up come first, then a "
         "round of local steps."

@@ -143,7 +143,8 @@ class MonitoredRun:
             self._replica(name)
         for sync in self._read(SYNCS, segment, parse):
             if segment.keeps(sync.iteration, sync.samples_all):
-                self.syncs.add(sync, [self._replica(name).number for name in sync.members or names])
+                columns = [self._replica(name).number for name in sync.members or names]
+                self.syncs.add(sync, columns, is_local=facts.has_local_steps(sync.iteration))
                 if sync.members:
                     self.membership.add(sync)
         for record in self._read(LOSSES, segment, LossRecord.of):

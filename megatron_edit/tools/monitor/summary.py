@@ -66,7 +66,8 @@ def describe_schedule(facts: Facts) -> str:
     delayed += " (chosen by --edit-auto)" if facts.num_choices else ""
     final = ""
     if facts.last_local_step is not None:
-        final = f"; after step {facts.last_local_step} gradients are averaged at every step"
+        what = "parameters" if facts.is_elastic else "gradients"
+        final = f"; after step {facts.last_local_step} {what} are averaged at every step"
     return f"warm-up {facts.warmup_steps} steps, then a sync every {interval}{delayed}{final}"
 
 
@@ -301,7 +302,8 @@ QUANTITIES: tuple[Column[ResultColumn], ...] = (
            "evaluations and saves", lambda one: number(one.curves.speed, ",.0f")),
     Column("tokens/s now", "of all replicas together, in the last steps",
            lambda one: describe_speed(one.run)),
-    Column("exposed", "share of the time between syncs in which training waited for a sync",
+    Column("exposed", "share of the time between syncs in which training waited for a sync; with a "
+           "hub of the rounds between warm-up and final phase",
            lambda one: percent(one.run.syncs.share("exposed"))),
     Column("waiting", "the part of it spent waiting for other replicas",
            lambda one: percent(one.run.syncs.share("wait"))),

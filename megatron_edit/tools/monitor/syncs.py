@@ -37,16 +37,18 @@ class Syncs:
 
     records: list[SyncRecord] = field(default_factory=list)
     columns: list[Sequence[int]] = field(default_factory=list)
-    elapsed: float = 0.0  # seconds between syncs, without the time between two runs
-    _firsts: list[int] = field(default_factory=list)  # places of the first sync of each run
+    elapsed: float = 0.0  # seconds of `_timed` rounds
+    _timed: list[SyncRecord] = field(default_factory=list)  # of local steps, but a run's first sync
+    _first: int = 0  # place of the run's first sync
 
     def start_run(self) -> None:
         """The syncs of the next run follow."""
-        self._firsts.append(len(self.records))
+        self._first = len(self.records)
 
-    def add(self, sync: SyncRecord, columns: Sequence[int]) -> None:
-        """Add a sync."""
-        if self._firsts[-1] < len(self.records):
+    def add(self, sync: SyncRecord, columns: Sequence[int], *, is_local: bool) -> None:
+        """Add a sync; `is_local` if it ends a round of local steps."""
+        if is_local and self._first < len(self.records):
+            self._timed.append(sync)
             self.elapsed += max(0.0, sync.time - self.records[-1].time)
         self.records.append(sync)
         self.columns.append(columns)
@@ -109,12 +111,11 @@ class Syncs:
         return known[-1] if known else None
 
     def share(self, name: str) -> float | None:
-        """Return the share of the elapsed time that `exposed` or `wait` took; None if not known."""
+        """Return the share of local rounds that `exposed` or `wait` took; None if not known."""
         if self.elapsed <= 0:
             return None
-        place, firsts = SYNC_TIMES.index(name), set(self._firsts)
-        found = [sync.seconds[place] for n, sync in enumerate(self.records) if n not in firsts]
-        return float(sum(found)) / self.elapsed
+        place = SYNC_TIMES.index(name)
+        return float(sum(sync.seconds[place] for sync in self._timed)) / self.elapsed
 
     def anomaly_shares(self, num_columns: int) -> Array:
         """Return the share of its syncs and units that each replica was left out of."""

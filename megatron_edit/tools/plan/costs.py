@@ -6,7 +6,7 @@ Bytes use the closed forms of the engine. Seconds come from the simulation in `m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_edit.comm.collectives import all_reduce_payload
@@ -166,7 +166,10 @@ def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
 
 
 def gradient_traffic(job: Job, config: EditConfig) -> Traffic:
-    """Return the traffic of a synchronous step with replicas: the warm-up, and `ddp`."""
+    """Return the traffic of a synchronous step with replicas: the warm-up, and `ddp`. With a hub it
+    is a round of one step."""
+    if (rounds := _settings_of_one_step(job, config)) is not None:
+        return sync_traffic(job, rounds, 1)
     size, wire = job.mesh.num_replicas, Wire.of(config.warmup_dtype)
     numels = [sum(row) for row in job.rank_numels]
     if wire.codec is None:
@@ -273,7 +276,14 @@ def lands_in_forward(job: Job, config: EditConfig) -> bool:
 
 
 def synchronous_cost(job: Job, config: EditConfig, setting: TimingSetting) -> Cost:
-    """Return the cost of a step of `ddp` or of the warm-up: gradients are averaged after it."""
+    """Return the cost of a step of `ddp` or of the warm-up: gradients are averaged after it. With a
+    hub parameters are, in a sync that training waits for."""
+    if (rounds := _settings_of_one_step(job, config)) is not None:
+        link, exchanges = setting.link, _exchanges(job, rounds, setting, hides=False)
+        return round_cost(
+            exchanges, gaps=[setting.step], depth=1, head_start=0.0, latency=link.latency,
+            burst=link.burst_seconds,
+        )  # fmt: skip
     traffic = gradient_traffic(job, config)
     is_coded = Wire.of(config.warmup_dtype).codec is not None  # then all are one exchange
     num_exchanges = 1 if is_coded else len(job.rank_numels[0])
@@ -281,6 +291,15 @@ def synchronous_cost(job: Job, config: EditConfig, setting: TimingSetting) -> Co
     slowest = setting.machine.per_wire_byte * traffic.per_rank
     wire = max(setting.link.seconds(traffic.per_host), slowest) + steps * setting.link.latency
     return Cost(wire, 0.0, wire, setting.step, wire)
+
+
+def _settings_of_one_step(job: Job, config: EditConfig) -> EditConfig | None:
+    """Return the settings of the rounds of one step that warm-up and final phase have with a hub:
+    all units are exchanged at once, without moments. None where gradients are averaged: without a
+    hub, and with `ddp`, which a plan compares others with."""
+    if not job.is_elastic or STRATEGIES[config.strategy].endless_warmup:
+        return None
+    return replace(config, fragments=1, delay_steps=0, mix=0.0, average_moments="none")
 
 
 def stock_cost(job: Job, setting: TimingSetting) -> Cost:

@@ -82,8 +82,8 @@ class PlanRow:
         name: one of `NAMES`.
         every: steps between two exchanges.
         parts: memory in addition to stock Megatron's, of the rank that needs most.
-        final_fraction: share of the training, at its end, in which gradients are averaged at every
-            step; the figures above are of the rounds before.
+        final_fraction: share of the training, at its end, in which gradients, or with a hub
+            parameters, are averaged at every step; the figures above are of the rounds before.
         final_step_bytes: sent by a replica in such a step.
         choice: of `--edit-auto`, whose settings all figures are of; None where all are given.
     """
@@ -270,7 +270,7 @@ def advise(
 
 
 def warmup_warning(job: Job, config: EditConfig, setting: TimingSetting) -> Advice | None:
-    """Warn of a warm-up that exchanges gradients for hours, and longer than its steps take."""
+    """Warn of a warm-up whose exchanges take hours, and longer than its steps take."""
     steps = min(config.warmup_steps, job.num_iterations or config.warmup_steps)
 
     def seconds(some: EditConfig) -> float:
@@ -279,14 +279,16 @@ def warmup_warning(job: Job, config: EditConfig, setting: TimingSetting) -> Advi
     found, rate = seconds(config), show_rate(setting.link.bandwidth)
     if found < LONG_WARMUP or found <= steps * setting.step:
         return None
+    wire, other = "warmup_dtype", replace(config, warmup_dtype=INT8)
+    if job.is_elastic:
+        wire, other = "sync_dtype", replace(config, sync_dtype=INT8)
     text = (
         f"the {steps} steps of the warm-up exchange "
         f"{show_bytes(gradient_traffic(job, config).per_host)} per host each, which takes "
         f"{show_seconds(found)} at {rate}; "
     )
-    if config.warmup_dtype != INT8:
-        coded = seconds(replace(config, warmup_dtype=INT8))
-        text += f"{flag('warmup_dtype')} {INT8}: {show_seconds(coded)}; "
+    if (coded := seconds(other)) < found:
+        text += f"{flag(wire)} {INT8}: {show_seconds(coded)}; "
     text += f"or give fewer {flag('warmup_steps')}, or load a checkpoint of a warm-up at one site"
     return Advice(WARMUP, found, text)
 
@@ -386,9 +388,10 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _aligned([HEAD, *map(_cells, plan.rows)])
     for row in plan.rows:
         if row.final_fraction:
+            what = "parameters" if job.is_elastic else "gradients"
             yield (
                 f"{row.name}: in the last {row.final_fraction:.3g} of the training a replica sends "
-                f"{show_bytes(row.final_step_bytes)} a step (gradients are averaged)"
+                f"{show_bytes(row.final_step_bytes)} a step ({what} are averaged)"
             )
         if row.choice is not None:
             yield from row.choice.lines("predicted from --link")
