@@ -34,6 +34,7 @@ ALIKE = {
     "--context-parallel-size 2": True,
     "--tensor-model-parallel-size 3": False,
     "--global-batch-size 7": False,
+    "--optimizer sgd": False,
     "--swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm": True,
     "--group-query-attention --num-query-groups 2": True,
     "--untie-embeddings-and-output-weights": True,
@@ -66,7 +67,6 @@ NOT_PLANNED = {
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1": _STAGES,
     f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5": _SHARE,
     "--optimizer muon": "plan counts the distributed optimizer with Adam only",
-    "--optimizer sgd": "Megatron refuses it with the distributed optimizer, when it builds it",
 }
 # Flags that `plan` takes and `check` refuses, and why.
 NOT_CHECKED = {

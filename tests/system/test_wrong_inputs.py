@@ -189,7 +189,7 @@ ELASTIC = {
     f"{REPLICA} --edit-sync-mode overlap": "--edit-sync-mode overlap: is not elastic yet",
     f"{REPLICA} --edit-sync-backend nccl": "--edit-sync-backend nccl: is not elastic yet",
     f"{REPLICA} --edit-interval stl": "--edit-interval stl: is not elastic yet",
-    f"{REPLICA} --edit-final-sync-fraction 0.1": "is not elastic yet",
+    f"{REPLICA} --edit-warmup-dtype int8": "with a hub gradients are not averaged",
     f"{REPLICA} --edit-hub-token-file nowhere": "--edit-hub-token-file nowhere: cannot be read",
     f"{REPLICA} --edit-hub-token-file file.txt": "has 13 bytes, needs at least 16",
     f"{REPLICA} --edit-hub 10.1.2.3:29600": "without a token only a hub on this machine is used",
