@@ -352,6 +352,7 @@ class EditEngine:
     def land_all(self) -> None:
         """Land the landing sync (then collective) and finish all exchanges, before a save and after
         `settle`. Delayed syncs that are due later do not land now."""
+        self._tuner.meter.interrupt()
         with self._context():
             self.syncs.land_all()
             self.syncs.finish_exchanges()
@@ -465,7 +466,8 @@ class EditEngine:
         self.state.timeout.begin(steps=self._round_length(self.state.step))
         message = f"warm-up is over after step {self.state.step}: each replica trains alone"
         if self.state.rounds.is_synchronous(self.settings):
-            message = f"warm-up: {AVERAGES_EACH_STEP}"
+            is_warmup = self.settings.is_warmup(self.state.rounds.num_consumed)
+            message = f"{'warm-up' if is_warmup else 'final phase'}: {AVERAGES_EACH_STEP}"
         self.reporter.on_message(message)
         self._begin_local_training()
 

@@ -382,6 +382,7 @@ class Membership:
         elif isinstance(order, Heal):
             self._heal = order
             self.copy_state(work.copy)
+            work.steps = 0 if self.has_deals else None
         else:
             raise self._end_of(order)
         return None
@@ -569,6 +570,8 @@ def _error_of(order: Order) -> EditError | SystemExit:
             return UsageError(value, rule, remedy)
         case Fenced(reason):
             return FencedError(f"{reason}; started again, this replica joins the others")
+        case Abandon():  # before this replica has begun
+            return FencedError("the first groups were not formed; start this replica again")
         case End(reason, 0):
             return SystemExit(0)
         case End(reason, 2):

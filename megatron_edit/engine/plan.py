@@ -211,6 +211,8 @@ class RoundState:
         choice: of the settings in use, with `--edit-auto`; else None.
         exposed: seconds that each of the last syncs has added to all replicas, since the choice.
         leaves_prediction: whether these seconds leave the prediction of the choice.
+        first_block: blocks of the training before block 0 of the assignment, which begins anew
+            where a run with a hub resumes with other blocks; each replica finds it for itself.
     """
 
     count: int
@@ -227,6 +229,7 @@ class RoundState:
     choice: AutoChoice | None = None
     exposed: tuple[float, ...] = ()
     leaves_prediction: bool = False
+    first_block: int = 0
 
     def __post_init__(self) -> None:
         numbered = tuple(map(str, range(len(self.unit_steps))))
@@ -284,13 +287,17 @@ class RoundState:
         blocks are assigned again."""
         return [steps.get(name, 0) for name in self.assigned_to]
 
+    @property
+    def num_consumed(self) -> int:
+        """Blocks of the training that were consumed before this round."""
+        return self.first_block + (0 if self.assignment is None else self.assignment.num_consumed)
+
     def is_synchronous(self, settings: EngineSettings) -> bool:
         """Whether the round is one of `EngineSettings.is_synchronous`, or a choice is awaited."""
-        assignment = self.assignment
-        if assignment is None or settings.used.hub is None:
+        if self.assignment is None or settings.used.hub is None:
             return False
         is_awaited = settings.given.auto and self.choice is None
-        return is_awaited or settings.is_synchronous(assignment.num_consumed)
+        return is_awaited or settings.is_synchronous(self.num_consumed)
 
     def lost_steps(self, dealt: Mapping[str, int]) -> dict[int, int]:
         """The steps, by their number in `assignment`, of replicas that are no members any more.
@@ -418,8 +425,8 @@ def plan_round(
     unit_steps[:, columns] = 0
     landing = DIRECT_COPY if is_last else settings.landing
     choice, exposed = before.choice, _exposed(before, records)
-    if is_synchronous and choice is None and choose is not None and assignment is not None:
-        consumed = assignment.num_consumed
+    if is_synchronous and choice is None and choose is not None:
+        consumed = replace(before, assignment=assignment).num_consumed
         choice = None if settings.is_warmup(consumed) else choose(records, consumed)
     share = settings.given.auto_share
     after = replace(

@@ -349,9 +349,13 @@ class RunState:
         if isinstance(self.losses, StepLosses):
             self.losses.steps = length
 
-    def assign_blocks(self, assignment: BlockAssignment) -> None:
-        """Replace the assignment of blocks, where replicas run at their own speeds."""
-        self.rounds = replace(self.rounds, assignment=assignment)
+    def assign_blocks(self, assignment: BlockAssignment, first_block: int = 0) -> None:
+        """Replace the assignment of blocks, where replicas run at their own speeds.
+
+        Args:
+            first_block: see `RoundState`.
+        """
+        self.rounds = replace(self.rounds, assignment=assignment, first_block=first_block)
         self.assignment_epoch += 1
         self.round_start = self.step
 

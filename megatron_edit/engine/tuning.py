@@ -97,6 +97,10 @@ class StepMeter:
         yield
         self._averaging += self._now() - began
 
+    def interrupt(self) -> None:
+        """Do not measure the step that goes on: the replica does something else in it."""
+        self._began = None
+
     def note_gather(self, step: int) -> None:
         """Note that the forward pass of step `step` gathers parameters."""
         if self.is_measured(step):
@@ -161,7 +165,7 @@ class AutoTuner:
         tensors = 1 + len(self.settings.moments.rule.kinds)
         nbytes = FP32_BYTES * tensors * int(self.unit_numels.sum(dim=1).max())
         size = self.groups.sync.size
-        if self.num_measured:
+        if self.num_measured and size > 1:
             self.links = measure_links(self.groups)
         if size == 1 or self.settings.given.hub is not None:
             return 0
@@ -264,19 +268,32 @@ class AutoTuner:
         forward, *steps = (-value for value in most[count:])
         return [-least, latency, step, forward, *work, *steps]
 
+    def note_exchange(self, nbytes: int, seconds: float) -> None:
+        """Take an exchange for the measurement of the links, on a replica that has joined others
+        or that they have joined.
+
+        Args:
+            nbytes: sent by this rank.
+        """
+        if math.isnan(self.links[0]) and nbytes:
+            self.links = nbytes / max(seconds, 1e-9), 0.0
+
     def choose_from(self, records: Sequence[ControlRecord], consumed: int) -> AutoChoice | None:
-        """The choice from the records of a meeting; None where a replica has not measured enough
-        steps yet. Pure.
+        """The choice from the records of a meeting; None where no replica has measured
+        enough steps yet. Pure.
 
         Args:
             consumed: blocks, by all replicas.
         """
         rows = torch.tensor([record.measured for record in records], dtype=torch.float64)
-        if not rows.numel() or rows[:, 2:].isnan().any():
+        rows = rows[~rows[:, 2:].isnan().any(dim=1)] if rows.numel() else rows
+        if not rows.numel():
             return None
         wires, settings = len(self._wires), self.settings
-        # Of replicas that have joined they are not known; if all have, no link limits the choice.
-        links = rows[~rows[:, 0].isnan(), :2].tolist() or [[math.inf, 0.0]]
+        links = rows[~rows[:, 0].isnan(), :2].tolist()
+        if not links and len(records) > 1:  # they have not exchanged anything yet
+            return None
+        links = links or [[math.inf, 0.0]]
         steps, work = rows[:, 2].tolist(), rows[:, 4 : 4 + wires].amax(dim=0).tolist()
         measured = Measurement(
             statistics.median(steps) if settings.is_timed else max(steps),

@@ -91,7 +91,7 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class Averaging:
-    """A <- A - c Dbar: the anchor becomes the average of the parameters, and b stays as it is."""
+    """b <- 0;  A <- A - c Dbar: the anchor becomes the average of the parameters."""
 
     def step_(
         self,
@@ -102,8 +102,9 @@ class Averaging:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """Update the anchor, fp32 [n], in place; the average is used as scratch."""
+        """Update anchor and momentum, fp32 [n], in place; the average is used as scratch."""
         anchor.sub_(average.mul_(clip))
+        momentum.zero_()
 
 
 @dataclass(frozen=True)

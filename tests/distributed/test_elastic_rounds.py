@@ -174,8 +174,8 @@ def test_replicas_that_leave_join_and_return_equal_the_oracle(wire: str, slack: 
 
 def test_replicas_change_in_warm_up_and_final_phase() -> None:
     """In either phase one is lost in the middle of a round, one in the exchange, and one joins.
-    Catches: a phase with other weights, a clip or a momentum that changes, a joiner in a round of
-    another length, and a round that goes on in the final phase."""
+    Catches: a phase with other weights, a clip or a momentum, a joiner in a round of another
+    length, and a round that goes on in the final phase."""
     three, two = ("a", "b-2", "node9"), ("a", "b-2")
     changes = (
         (Exchange(three),),
@@ -196,9 +196,8 @@ def test_replicas_change_in_warm_up_and_final_phase() -> None:
     steps = [max(map(len, commit.blocks.values())) for commit in expected]
     assert steps == [1] * 6 + [2, 2, 2, 1] + [1] * 4, steps
     assert expected[0].left_out["layer.1"] == {"b-2"} and not expected[0].left_out["layer.2"]
-    for before, after in ((0, 5), (9, 13)):
-        for unit, values in expected[before].momentum.items():
-            np.testing.assert_array_equal(values, expected[after].momentum[unit])
+    for number, is_zero in ((0, True), (5, True), (9, False), (13, True)):
+        assert any(values.any() for values in expected[number].momentum.values()) is not is_zero
 
 
 def applied_by(results: list[RankResult], name: str) -> list[dict[str, bytes]]:

@@ -115,3 +115,49 @@ def test_losses_in_warm_up_and_final_phase(
         text = run.tails(1_000_000)
         assert "warm-up: the replicas average their parameters after each step" in text
         assert "warm-up is over after round" in text and "final phase after round" in text
+
+
+@pytest.mark.parametrize("nominal", [2, 4])
+@pytest.mark.parametrize("end", [3, 14, 16, 34])
+def test_phases_go_on_where_a_checkpoint_is_loaded(tmp_path: Path, end: int, nominal: int) -> None:
+    """Of a run without a hub, in its warm-up, in the middle of a round, at a sync and near the
+    final phase; then with the same number of replicas, or another. Would catch a warm-up that
+    begins again, a final phase that never comes, and a first round that is never committed."""
+    saves = tmp_path / "saves"
+    flags: dict[str, Any] = {"train_iters": 40, "global_batch_size": 8, "edit_warmup_steps": 6,
+                             "edit_sync_interval": 5}  # fmt: skip
+    run_edit(tmp_path / "plain", 2, 2, save=saves, save_interval=end, exit_interval=end, **flags)
+    flags |= {"load": saves, "edit_final_sync_fraction": 0.1}
+    names = "abcd"[:nominal]
+    with elastic_run(tmp_path / "hub", nominal, flags=flags, start=names) as run:
+        run.finish(names)
+        consumed = 8 * end
+        for line in run.events("commit"):
+            steps = (line["samples"] - consumed) // 8
+            left = 36 - consumed // 8
+            expected = 1 if consumed < 8 * 6 or left <= 0 else min(5, left)
+            assert steps == expected, (line["round"], consumed)
+            consumed = line["samples"]
+        assert consumed == 8 * 40
+
+
+def test_checkpoints_of_the_phases_are_loaded_with_a_hub(tmp_path: Path) -> None:
+    """One of the warm-up and one of the final phase; without a hub the former is refused, as its
+    warm-up would not go on."""
+    flags: dict[str, Any] = {"train_iters": 40, "global_batch_size": 8, "edit_warmup_steps": 12,
+                             "edit_final_sync_fraction": 0.5}  # fmt: skip
+    for end, earlier in ((6, None), (30, 6)):
+        saves = tmp_path / f"saves-{end}"
+        more: dict[str, Any] = {"save": saves, "save_interval": end, "exit_interval": end}
+        if earlier is not None:
+            more["load"] = tmp_path / f"saves-{earlier}"
+        with elastic_run(tmp_path / f"to-{end}", 2, flags={**flags, **more}, start="ab") as run:
+            run.finish("ab")
+            assert run.events("commit")[-1]["samples"] == 8 * end
+            if earlier is not None:
+                counts = [max(line["inner_steps"]) for line in run.lines("sync.jsonl")]
+                assert counts == [1] * 6 + [4, 4] + [1] * 10
+    refused = run_edit(tmp_path / "plain", 2, 2, check=False, load=tmp_path / "saves-6", **flags)
+    text = refused.result.ranks[0].stderr
+    assert "--edit-warmup-steps 12: the replicas of" in text and "use 6 or less" in text
+    run_edit(tmp_path / "end", 2, 2, load=tmp_path / "saves-30", **flags)

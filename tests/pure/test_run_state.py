@@ -309,7 +309,8 @@ def test_ledger_is_exhausted_where_loaded_steps_reach_the_target() -> None:
     timeout = AdaptiveTimeout((), is_fixed=True)
     state = RunState(fresh(), MeanLoss(), timer.clock, timeout, timer)
     unused: Any = None
-    trigger = ClockTrigger(unused, settings_of(100, strategy="a-edit"), cast(Host, unused), state)
+    host = cast(Host, SimpleNamespace(samples_of=lambda blocks: 4 * blocks))
+    trigger = ClockTrigger(unused, settings_of(100, strategy="a-edit"), host, state)
     state.step = 30
     trigger.begin_warmup()
     assert trigger.assignment == BlockAssignment(2, 100, 60) and not trigger.is_over
@@ -317,6 +318,12 @@ def test_ledger_is_exhausted_where_loaded_steps_reach_the_target() -> None:
     trigger.begin_warmup()
     assert trigger.assignment == BlockAssignment(2, 120, 120) and trigger.is_over
     assert state.inner_steps == 0 and state.assignment_epoch == 2
+    # Blocks are counted anew where other replicas had consumed 50 of them before.
+    cast(Any, host).samples_of = lambda blocks: 4 * (50 + blocks)
+    state.step = 30
+    trigger.begin_warmup()
+    assert trigger.assignment == BlockAssignment(2, 50, 10)
+    assert state.rounds.first_block == 50 and state.rounds.num_consumed == 60
 
 
 @pytest.mark.parametrize("has_final_phase", [False, True])

@@ -150,7 +150,7 @@ class ElasticRounds:
     @property
     def is_averaging(self) -> bool:
         """Whether the current round is one of warm-up or final phase: after one step of each
-        replica the parameters become the plain average, and nothing else changes."""
+        replica the parameters become the plain average, and the momentum becomes zero."""
         local = self.settings.local
         is_final = local is not None and self.num_consumed >= local
         return is_final or self.num_consumed < self.settings.warmup
@@ -268,6 +268,8 @@ class ElasticRounds:
                 self.anchor[unit], self.momentum[unit] = outer_step(
                     strategy, anchor, self.momentum[unit], average, lr=1.0
                 )
+                if self.is_averaging:
+                    self.momentum[unit] = np.zeros_like(anchor)
         return records
 
     def _bad_losses(

@@ -25,7 +25,7 @@ from megatron_edit.engine.membership import Membership
 from megatron_edit.engine.plan import RoundPlan, RoundState, plan_round
 from megatron_edit.engine.rounds.completion import Outcomes
 from megatron_edit.engine.rounds.meeting import Meetings
-from megatron_edit.engine.rounds.trigger import MeetingPlan
+from megatron_edit.engine.rounds.trigger import MeetingPlan, first_block_of
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.shared_state import (
     COUNTERS,
@@ -107,6 +107,7 @@ class RoundAttempt:
         self._num_arrived = 0  # units whose average is here
         self._before = own.before.for_members(rounds.membership.members)
         self._began = time.monotonic()
+        self._at_start = 0.0, 0  # of the exchange: seconds, and bytes that were sent before
         self._records: tuple[Work, torch.Tensor] | None = None
         self._own_projections = torch.empty(0)
         self._projections: tuple[Work, torch.Tensor] | None = None
@@ -124,6 +125,7 @@ class RoundAttempt:
             self._plan(rows)
             assert self.sync is not None
             self._own_projections = self.sync.addend_projections()
+            self._at_start = time.monotonic(), rounds.groups.sync.payload_bytes
             rounds.syncs.start(self.sync)
         is_over = rounds.syncs.is_exchanged(self.sync)
         if self.sync.failure is not None:
@@ -132,6 +134,9 @@ class RoundAttempt:
             rounds.membership.exchanged(count - self._num_arrived)
             self._num_arrived = count
         if is_over and self._projections is None:
+            began, nbytes = self._at_start
+            nbytes = rounds.groups.sync.payload_bytes - nbytes
+            rounds.tuner.note_exchange(nbytes, time.monotonic() - began)
             sent = self.sync.sent_projections(self._own_projections)
             self._projections = rounds.groups.meeting.start_all_gather(sent)
         return is_over and self._projections is not None and self._projections[0].advance()
@@ -324,7 +329,8 @@ class ElasticRounds:
         self.syncs.land(self.syncs.of_units(meeting.selection))
         self._own = self._attempt = None
         began = time.monotonic()
-        steps = self.state.inner_steps if self._has_deals else None
+        # Where all units land at once, the next round begins with the commit.
+        steps = self.state.inner_steps if self._has_deals and not meeting.is_last else None
         self.membership.open_round(partial(self._begin, began), self, steps)
         while not self.membership.has_plan or self._lands_at_once:
             self._turn(waits=True)
@@ -387,7 +393,8 @@ class ElasticRounds:
         dealt = dict(go.dealt) or None
         if dealt is not None:
             following = before.next_assignment(dealt, self.settings)
-            is_last |= following.is_over or self.settings.is_synchronous(following.num_consumed)
+            after = replace(before, assignment=following)
+            is_last |= following.is_over or after.is_synchronous(self.settings)
         if is_last:
             selection = select_all(self.host.plan)
             syncs.land(syncs.of_units(selection))
@@ -437,6 +444,8 @@ class ElasticRounds:
 
     def begin(self) -> None:
         """Begin local training: let other replicas copy the state. Collective: the replica."""
+        first_block = first_block_of(self.host)
+        self.state.rounds = replace(self.state.rounds, first_block=first_block)
         self.digest = self._digest_of(self.syncs.outer)
         self._publish()
 
@@ -507,7 +516,8 @@ class ElasticRounds:
         assert rounds.assignment is not None, "rounds without assigned blocks"
         consumed, self.digest = rounds.assignment.num_consumed, found
         self.host.join_local(consumed, about.common, is_over=rounds.assignment.is_over)
-        self.state.join(rounds, self.settings.schedule.warmup_steps or 0)
+        rounds = replace(rounds, first_block=first_block_of(self.host))
+        self.state.join(rounds, -(-rounds.num_consumed // self.settings.num_nominal))
         self._publish()
         return True
 

@@ -33,6 +33,13 @@ class MeetingPlan:
     chooses_again: bool = False
 
 
+def first_block_of(host: Host) -> int:
+    """Blocks of the training before block 0 of the ledger, which begins anew where a run resumes
+    with other replicas."""
+    start = host.samples_of(0)
+    return start // (host.samples_of(1) - start)
+
+
 class SyncTrigger(Protocol):
     """Decides when this replica meets the others, alike on all its ranks."""
 
@@ -154,10 +161,10 @@ class ClockTrigger:
     def begin_warmup(self) -> None:
         """Assign the remaining blocks: in steps that all made together every replica consumed one.
         A run that loads more steps than its target is over."""
-        replicas = self.assignment.num_replicas
-        consumed = self.state.step * (self.settings.used.nominal_replicas or replicas)
-        target = max(self.settings.target_blocks, consumed)
-        self.state.assign_blocks(BlockAssignment(replicas, target, consumed))
+        replicas, first = self.assignment.num_replicas, first_block_of(self.host)
+        consumed = self.state.step * (self.settings.used.nominal_replicas or replicas) - first
+        target = max(self.settings.target_blocks - first, consumed)
+        self.state.assign_blocks(BlockAssignment(replicas, target, consumed), first)
 
     def begin_rounds(self) -> None:
         """Assign the blocks that remain after warm-up, and begin local training on the host."""
@@ -199,7 +206,7 @@ class ClockTrigger:
             first, most = (k * used.sync_interval // used.fragments for k in (count, count + 1))
             most -= first
         if settings.local_blocks < settings.target_blocks:
-            left = settings.local_blocks - self.assignment.num_consumed
+            left = settings.local_blocks - self.state.rounds.num_consumed
             most = min(most, -(-left // self.assignment.num_replicas))
         return most
 

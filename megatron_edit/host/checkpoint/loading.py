@@ -139,7 +139,9 @@ class LoadControl:
         manifest = None if self._resume is None else self._resume.manifest
         if manifest is None:
             return StartingPoint(0, "")
-        return StartingPoint(manifest.round, manifest.digest)
+        assert self._resume is not None
+        completes_round = manifest.is_mid_round and not self._resume.plan.continues
+        return StartingPoint(manifest.round + completes_round, manifest.digest)
 
     @property
     def resumed_from(self) -> dict[str, object] | None:

@@ -85,13 +85,15 @@ def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: S
     if manifest.is_warmup:
         return
     least = min(entry.step for entry in plan.entries)
+    if manifest.ledger is not None:  # a replica may have joined late, or made steps for lost ones
+        least = -(-plan.consumed // manifest.batch)
     if schedule.warmup_steps is None:
         rule = "strategy ddp averages gradients of replicas that are equal; these train locally"
         raise UsageError(f"--load {path}", rule, "use the strategy that saved, or --finetune")
     if least < schedule.warmup_steps:
         raise UsageError(
             f"--edit-warmup-steps {schedule.warmup_steps}",
-            f"the replicas of {path} have begun local training, at step {least}",
+            f"the replicas of {path} have begun rounds, at step {least}",
             f"use {least} or less",
         )
 
