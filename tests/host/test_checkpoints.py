@@ -264,7 +264,7 @@ def test_warmup_after_local_training_is_refused(tmp_path: Path, flags: Flags) ->
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks] == [2, 2]
     lines = [x for r in run.result.ranks for x in r.stderr.splitlines() if "megatron_edit:" in x]
-    assert len(lines) == 1 and ("begun local training" in lines[0] or "train locally" in lines[0])
+    assert len(lines) == 1 and ("begun rounds" in lines[0] or "train locally" in lines[0])
 
 
 @pytest.mark.system

@@ -137,9 +137,15 @@ def test_control_record_round_trip() -> None:
     assert late.pack(5).nbytes == record_bytes(5, 2, 1, has_digests=True)
     assert (again_late.inner_lr, again_late.next_lr) == (1e-3, 0.1)
     assert again_late.digests == late.digests and again_late.buffers == [0.1]
-    assert str(again) == str(
-        replace(record, losses=list(losses), norms=list(norms), buffers=list(buffers), digests=[])
-    )
+    expected = replace(
+        record, losses=list(losses), norms=list(norms), buffers=list(buffers), digests=[],
+        measured=[],
+    )  # fmt: skip
+    assert str(again) == str(expected)
+    chosen = replace(record, digests=[2.0, 3.0], measured=[0.5, 0.1, -1.0])
+    again_chosen = ControlRecord.unpack(chosen.pack(5), 5, 2, has_digests=True, num_measured=3)
+    assert again_chosen.measured == chosen.measured and again_chosen.buffers == [0.1]
+    assert again_chosen.digests == chosen.digests
     with pytest.raises(SyncProtocolError, match="different"):
         check_same_meeting([record, ControlRecord(4, 2**40, 128, 0, 0, (), ())], same_step=False)
     other_step = ControlRecord(3, 2**40 + 1, 129, 0, 0, (), ())
