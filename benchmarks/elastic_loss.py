@@ -32,13 +32,14 @@ from frame.page import ALL, Column, Spread, table_of  # noqa: E402
 from frame.readings import RunLog  # noqa: E402
 from frame.study import (  # noqa: E402
     describe_environment,
+    parse_new,
     result_settings,
     runs_folder,
     say,
+    seeds_parser,
     write_results,
 )
 
-from megatron_edit.tools.cli.words import OneLineParser  # noqa: E402
 from megatron_edit.tools.compare.console_log import edit_losses, edit_validation  # noqa: E402
 from tests.harness.elastic_run import ElasticRun, elastic_run  # noqa: E402
 
@@ -164,25 +165,15 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = OneLineParser(prog="elastic_loss", description=(__doc__ or "").partition("\n")[0])
+    parser = seeds_parser("elastic_loss", __doc__, convergence.CORPUS)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file; a folder is made next to it")
-    add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[1, 2, 3],
-        help="separated by commas (default: 1,2,3)")  # fmt: skip
     add("--replicas", type=int, default=4, choices=range(2, len(NAMES) + 1),
         help="of one rank each (default: %(default)s)")  # fmt: skip
-    add("--samples", type=int, default=8, help="of a replica's step (default: %(default)s)")
-    add("--iterations", type=int, default=960, help="(default: %(default)s)")
-    add("--tau", type=int, default=16, help="steps of a round (default: %(default)s)")
     add("--delay", type=int, default=0, help="steps (default: %(default)s)")
     add("--final-share", type=float, default=0.0, help="of the final phase (default: none)")
     add("--away", type=int, default=4, help="rounds without a replica (default: %(default)s)")
-    add("--corpus", type=Path, default=convergence.CORPUS, help="prepared if there is none")
     add("--time-limit", type=float, default=900.0, help="seconds (default: %(default)g)")
-    args = parser.parse_args(argv)
-    if runs_folder(args.output).exists():
-        parser.error(f"--output {args.output}: {runs_folder(args.output)} must not exist yet")
-    return args
+    return parse_new(parser, argv)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,16 @@ from frame.gpt import flag_words
 from frame.launch import Forks, Rank, RunFailedError
 from frame.page import ALL, Column, Spread, table_of
 from frame.readings import RunLog
-from frame.study import describe_environment, result_settings, runs_folder, say, write_results
+from frame.study import (
+    describe_environment,
+    parse_new,
+    result_settings,
+    runs_folder,
+    say,
+    seeds_parser,
+    write_results,
+)
 
-from megatron_edit.tools.cli.words import OneLineParser
 from megatron_edit.tools.compare.console_log import edit_losses, edit_validation
 
 FIRST_PORT = 27400
@@ -191,20 +198,11 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = OneLineParser(prog="final_steps", description=(__doc__ or "").partition("\n")[0])
+    parser = seeds_parser("final_steps", __doc__, convergence.CORPUS)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file; a folder is made next to it")
-    add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[1, 2, 3],
-        help="separated by commas (default: 1,2,3)")  # fmt: skip
     add("--replicas", type=int, default=2, help="of one rank each (default: %(default)s)")
-    add("--samples", type=int, default=8, help="of a replica's step (default: %(default)s)")
-    add("--iterations", type=int, default=960, help="(default: %(default)s)")
-    add("--tau", type=int, default=16, help="steps of a round (default: %(default)s)")
-    add("--corpus", type=Path, default=convergence.CORPUS, help="prepared if there is none")
     add("--time-limit", type=float, default=1800.0, help="seconds (default: %(default)g)")
-    args = parser.parse_args(argv)
-    if runs_folder(args.output).exists():
-        parser.error(f"--output {args.output}: {runs_folder(args.output)} must not exist yet")
+    args = parse_new(parser, argv)
     rounds = args.iterations * (1 - FINAL_SHARE) - args.iterations // 10
     if rounds != int(rounds) or int(rounds) % args.tau:
         parser.error(f"--iterations {args.iterations}: 0.85 of them must be rounds of --tau steps")

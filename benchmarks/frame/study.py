@@ -216,6 +216,33 @@ def runs_folder(output: Path) -> Path:
     return output.with_suffix(".runs")
 
 
+def seeds_parser(prog: str, doc: str | None, corpus: Path) -> OneLineParser:
+    """Return a parser with the arguments of a study that trains in pairs of seeds.
+
+    Args:
+        doc: docstring of the script; its first line is shown.
+        corpus: default of `--corpus`.
+    """
+    parser = OneLineParser(prog=prog, description=(doc or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON file; a folder is made next to it")
+    add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[1, 2, 3],
+        help="separated by commas (default: 1,2,3)")  # fmt: skip
+    add("--samples", type=int, default=8, help="of a replica's step (default: %(default)s)")
+    add("--iterations", type=int, default=960, help="(default: %(default)s)")
+    add("--tau", type=int, default=16, help="steps of a round (default: %(default)s)")
+    add("--corpus", type=Path, default=corpus, help="prepared if there is none")
+    return parser
+
+
+def parse_new(parser: OneLineParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of a study whose folder must not exist yet."""
+    args = parser.parse_args(argv)
+    if runs_folder(args.output).exists():
+        parser.error(f"--output {args.output}: {runs_folder(args.output)} must not exist yet")
+    return args
+
+
 def read_series(output: Path) -> dict[str, dict[str, Any]]:
     """Return all series of an OUTPUT, by name."""
     series: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))["series"]
