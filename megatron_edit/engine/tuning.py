@@ -133,7 +133,7 @@ class AutoTuner:
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
         meter: of the steps of the warm-up; measures nothing where nothing is chosen.
         links: rate and latency, see `measure_links`, as measured at the start; NaN if not.
-        work: seconds of `_work_per_element` by wire type, where they are measured at the start.
+        work: seconds of `_work_per_element` by wire type, from the first `row` on; else empty.
     """
 
     settings: EngineSettings
