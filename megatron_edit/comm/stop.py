@@ -149,7 +149,7 @@ class StopBoard:
         return self._seen.is_set()
 
     def close(self) -> None:
-        """Stop polling. Idempotent.
+        """Stop polling. Idempotent: only the first call waits.
 
         Joins its threads: an interpreter that exits while a Python thread is in the store's C++
         code aborts the process (exit code -6).
@@ -157,8 +157,8 @@ class StopBoard:
         self._closed.set()
         self.heartbeat.is_closed = True
         until = time.monotonic() + JOIN_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        while self._threads:
+            self._threads.pop().join(max(0.0, until - time.monotonic()))
 
     def _repeat(
         self,
@@ -166,10 +166,15 @@ class StopBoard:
         connect: Callable[[], dist.Store],
         seconds: float,
     ) -> None:
-        """Start a thread that repeats an action on a store."""
+        """Start a thread that repeats an action on a store.
+
+        Connects here, while the host of the store is known to live: `close` would have to wait for
+        a thread that connects to a host that has just ended.
+        """
+        first = connect()
 
         def run() -> None:
-            store = None
+            store: dist.Store | None = first
             while not self._closed.wait(seconds):
                 try:
                     store = store or connect()

@@ -9,11 +9,14 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_edit.comm import stop
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import NO_PROGRESS, HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.placement import Placement
@@ -70,6 +73,39 @@ def test_close_ends_the_stop_board_thread() -> None:
         board.close()
         assert not any(thread.name == "edit-stop-board" for thread in threading.enumerate())
         assert board.is_seen == is_stopped
+
+
+def test_the_board_connects_at_once() -> None:
+    """Not when it first polls: the host of the store may just have ended then, and a connection is
+    tried for minutes, for which `close` waits in vain."""
+    clones = list[str]()
+    store = CountedClones(dist.TCPStore("127.0.0.1", 0, 1, True), "shared", clones)
+    heartbeat = HeartbeatMonitor(0, 1, lambda: NO_PROGRESS, is_reporting=True)
+    board = StopBoard(store, heartbeat, is_watching=True, poll_seconds=60.0)
+    assert clones == ["shared"]
+    board.close()
+
+
+def test_only_the_first_close_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a request that the store does not answer."""
+    monkeypatch.setattr(stop, "JOIN_SECONDS", 0.5)
+    store, answer, asked = dist.TCPStore("127.0.0.1", 0, 1, True), Event(), Event()
+    heartbeat = HeartbeatMonitor(0, 1, lambda: NO_PROGRESS, is_reporting=True)
+
+    def exchange(_: dist.Store) -> None:
+        asked.set()
+        answer.wait(30)
+
+    monkeypatch.setattr(heartbeat, "exchange", exchange)
+    board = StopBoard(store, heartbeat, is_watching=True, poll_seconds=0.01)
+    assert asked.wait(10)
+    began = time.monotonic()
+    board.close()
+    first = time.monotonic() - began
+    board.close()
+    both = time.monotonic() - began
+    answer.set()
+    assert first >= 0.5 > both - first
 
 
 def test_announced_stop_is_seen_by_other_replicas() -> None:
