@@ -13,7 +13,6 @@ from frame.page import ALL, Column, Spread, table_of
 from .faults import DRIFT, KINDS, Fault
 from .watch import Watch, events_after
 
-WARMUP_STEPS = 2
 LEAST_SPEED, LEAST_PARTICIPATION = 0.93, 0.95
 MEDIAN_DELAY, LONGEST_DELAY = 1.0, 15.0  # seconds
 
@@ -140,8 +139,8 @@ def blocks_of(part: Part) -> tuple[int, int, int]:
         return 0, 0, 0
     known = set(committed)
     left = {block for first, count in holes for block in range(first, first + count)}
-    wanted = set(range(WARMUP_STEPS * part.replicas, max(known | left) + 1))
-    num_lost = len(wanted - known - left) + len(known - wanted)
+    wanted = set(range(max(known | left) + 1))
+    num_lost = len(wanted - known - left)
     return len(committed), num_lost, len(committed) - len(known) + len(known & left)
 
 

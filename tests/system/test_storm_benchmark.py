@@ -27,8 +27,8 @@ NAMES = "abcd"
 
 
 def commit(number: int, when: float, members: str = NAMES, **more: Any) -> dict[str, Any]:
-    """Make a commit in which each replica has two blocks, in turns after eight of warm-up."""
-    first = more.pop("first", 8 + number * 8)
+    """Make a commit in which each replica has two blocks, in turns."""
+    first = more.pop("first", number * 8)
     blocks = {name: [[first + 2 * place, 2]] for place, name in enumerate(members)}
     last = max((start + count for runs in blocks.values() for start, count in runs), default=first)
     return {
@@ -110,11 +110,11 @@ def test_lost_and_doubled_blocks_are_counted() -> None:
     """Blocks that wait for another replica are neither."""
     assert blocks_of(part(steady())) == (48, 0, 0)
     commits = steady()
-    commits[2] = commit(2, 6.0, "acd", first=24)
+    commits[2] = commit(2, 6.0, "acd", first=16)
     assert blocks_of(part(commits)) == (46, 2, 0)
-    commits[-1]["holes"] = [[30, 2]]
+    commits[-1]["holes"] = [[22, 2]]
     assert blocks_of(part(commits)) == (46, 0, 0)
-    commits[3] = commit(3, 8.0, first=28)
+    commits[3] = commit(3, 8.0, first=20)
     assert blocks_of(part(commits))[2] == 4  # two of round 2, and two holes
 
 
