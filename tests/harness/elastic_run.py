@@ -77,6 +77,7 @@ class ReplicaServer:
             told = json.loads(line)
             with self._changed:
                 if "started" in told:
+                    self.codes.pop(told["started"], None)  # of an earlier rank with the same id
                     self._started.append(told["started"])
                 elif "ended" in told:
                     self.codes[told["ended"]] = told["code"]

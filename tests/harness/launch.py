@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -135,6 +136,9 @@ def run_ranks(
             shut_down()
             raise
         results = [_result(directory, r, code) for r, code in enumerate(report.returncodes)]
+    killed = [result for result in results if result.returncode == -signal.SIGKILL]
+    if killed:  # shown if the test fails; with the stacks of those that had not ended
+        print(_tails(killed))
     if report.timed_out:
         raise AssertionError(f"{target}: not done after {timeout} s\n{_tails(results)}")
     if check and any(report.returncodes):
