@@ -28,9 +28,8 @@ hub_command() {
 
 # ---- the job of the hub
 
-# Runs a hub until the run has ended. A run that cannot go on, as after the loss of a replica in the
-# warm-up, begins again with an empty journal, from the newest checkpoint if there is one.
-run_hubs() {
+# Runs a hub until the run has ended. The job is queued again if the hub fails before.
+run_hub() {
     local number=1 end
     code=1
     mkdir -p "$EDIT_DIR/hub"
@@ -39,21 +38,13 @@ run_hubs() {
     rm -f "$hub_folder/ended"
     while [ -d "$hub_folder/$((number + 1))" ]; do ((number += 1)); done
     [ -z "$(end_of "$hub_folder/$number")" ] || ((number += 1))
-    while true; do
-        run_hub "$hub_folder/$number"
-        [ "$stop_signal" != USR1 ] || requeue "USR1: the time limit is near"
-        [ -z "$stop_signal" ] || exit 1 # preempted or cancelled: SLURM requeues it, or does not
-        end=$(end_of "$hub_folder/$number")
-        case $end in
-            0 | 3)
-                echo "$end" >"$hub_folder/ended"
-                exit "$end"
-                ;;
-            '') again_at_most "$EDIT_MAX_FAILURES" failures "the hub has failed" ;;
-            *) say "the run could not go on (exit code $end): it begins again" ;;
-        esac
-        ((number += 1))
-    done
+    serve "$hub_folder/$number"
+    [ "$stop_signal" != USR1 ] || requeue "USR1: the time limit is near"
+    [ -z "$stop_signal" ] || exit 1 # preempted or cancelled: SLURM requeues it, or does not
+    end=$(end_of "$hub_folder/$number")
+    [ -n "$end" ] || again_at_most "$EDIT_MAX_FAILURES" failures "the hub has failed"
+    echo "$end" >"$hub_folder/ended"
+    exit "$end"
 }
 
 # make_token FILE: writes a secret that only the user can read.
@@ -68,8 +59,8 @@ end_of() {
         sed -n '/"event": *"end"/s/.*"exit_code": *\([0-9]*\).*/\1/p'
 }
 
-# run_hub FOLDER: runs a hub on a journal until its run has ended, or the job is to stop.
-run_hub() {
+# serve FOLDER: runs a hub on a journal until its run has ended, or the job is to stop.
+serve() {
     local place command hub
     place=$(address "$(node_names 0 | sed -n 1p)"):$(port 0)
     mkdir -p "$1"
