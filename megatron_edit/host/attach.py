@@ -354,8 +354,8 @@ def _cause_of(error: Exception, engine: EditEngine) -> EditError | None:
     In an elastic run the ranks of a replica end together: where Megatron's own communication fails,
     one of them is lost.
     """
-    has_lost_rank = engine.elastic is not None and not engine.status.is_warmup
-    if has_lost_rank and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+    is_elastic = engine.elastic is not None
+    if is_elastic and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         return FencedError(f"a rank of this replica is lost: {error}")
     return engine.pending_replica_failure()
 

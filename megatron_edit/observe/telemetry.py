@@ -74,7 +74,7 @@ INSTRUMENTS = tuple(
         ("edit.tokens", COUNTER, "{token}", "", "tokens on which the replica has trained since its "
          "process began"),
         ("edit.loss", GAUGE, "", "", "training loss of the replica's last iteration, nats per "
-         "token; in warm-up the mean over the replicas"),
+         "token; where gradients are averaged, the mean over the replicas"),
         ("edit.validation.loss", GAUGE, "", "", "last validation loss, mean over the replicas"),
         ("edit.round", GAUGE, "{round}", "", "number of the last sync, from 1"),
         ("edit.replicas.active", GAUGE, "{replica}", "", "replicas that took part in the last "
