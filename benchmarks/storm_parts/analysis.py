@@ -25,18 +25,16 @@ class Part:
         journal: lines of the hub.
         actions: what was done to replicas, and has happened to them.
         digests: of the parameters at the end, by replica and rank.
-        replicas: that the run begins with.
     """
 
     journal: list[dict[str, Any]]
     actions: list[dict[str, Any]]
     digests: dict[str, list[str]]
-    replicas: int
 
     @classmethod
     def of(cls, watch: Watch) -> Part:
         """Take what a run has written."""
-        return cls(watch.journal, watch.actions, watch.digests, watch.shape.replicas)
+        return cls(watch.journal, watch.actions, watch.digests)
 
     @property
     def commits(self) -> list[dict[str, Any]]:

@@ -136,13 +136,13 @@ def run_ranks(
             shut_down()
             raise
         results = [_result(directory, r, code) for r, code in enumerate(report.returncodes)]
-    killed = [result for result in results if result.returncode == -signal.SIGKILL]
-    if killed:  # shown if the test fails; with the stacks of those that had not ended
-        print(_tails(killed))
     if report.timed_out:
         raise AssertionError(f"{target}: not done after {timeout} s\n{_tails(results)}")
     if check and any(report.returncodes):
         raise AssertionError(f"{target}: exited with {report.returncodes}\n{_tails(results)}")
+    killed = [result for result in results if result.returncode == -signal.SIGKILL]
+    if killed:  # shown if the test fails; with the stacks of those that had not ended
+        print(_tails(killed))
     return results
 
 

@@ -46,7 +46,7 @@ def part(commits: list[dict[str, Any]], *more: dict[str, Any], digests: Any = No
     """Make a run from commits, and from other lines of the journal and actions."""
     starts = [action("start", name, 0.0) for name in NAMES]
     journal = sorted([*commits, *(x for x in more if "event" in x)], key=lambda x: x["time"])
-    return Part(journal, [*starts, *(x for x in more if "action" in x)], digests or {}, 4)
+    return Part(journal, [*starts, *(x for x in more if "action" in x)], digests or {})
 
 
 def steady(count: int = 6, seconds: float = 2.0) -> list[dict[str, Any]]:
