@@ -104,6 +104,23 @@ def questions() -> Iterator[Question]:
     parts = ("no-anomaly", "no-weighting", "no-clip", "no-anomaly:no-weighting:no-clip")
     yield Question("penalty", ("edit", *(f"edit:{each}" for each in parts)), {})
     yield Question("warm-up", ("ddp", "edit", "edit:warmup-steps=240"), {})
+    for iterations in (480, 960):  # a warm-up of 2, 5 and 10 % of the steps
+        lengths = (
+            f"{RECOMMENDED}:warmup-steps={iterations * share // 100}" for share in (2, 5, 10)
+        )
+        flags: dict[str, object] = {"train-iters": iterations, "lr-warmup-iters": iterations // 20}
+        in_int8 = f"{RECOMMENDED}:warmup-steps={iterations // 20}:warmup-dtype=int8"
+        yield Question(f"warm-up-{iterations}", (DDP, *lengths, in_int8), flags)
+    for tau in (16, 64):
+        flags = {"edit-warmup-steps": 48, "edit-sync-interval": tau, "edit-sync-dtype": "int8"}
+        scaled, both = "edit:scale-beta2", "average-moments=both"
+        yield Question(
+            f"parts-{tau}",
+            ("edit", scaled, f"{scaled}:final-sync-fraction=0.02", f"{scaled}:{both}",
+             f"{scaled}:{both}:average-moments-every=4",
+             f"{scaled}:{both}:final-sync-fraction=0.02"),
+            flags,
+        )  # fmt: skip
     yield Question("rates", tuple(f"edit:--lr={rate}" for rate in (2e-3, 5e-4, 1e-3, 4e-3)), {})
     for samples in (4, 16, 32):
         yield Question(f"samples-{samples}", (DDP, RECOMMENDED), {}, samples)
