@@ -66,7 +66,7 @@ def config_from_argv(argv: Sequence[str]) -> EditConfig:
         _refuse_unknown(word.partition("=")[0])
     values = {s.name: getattr(known, attribute(s.name)) for s in dataclasses.fields(EditConfig)}
     inner_optimizer = inner_optimizer_of(rest)
-    config = EditConfig(**values, inner_optimizer=inner_optimizer)
+    config = EditConfig.of_flags(values, inner_optimizer)
     if not config.use_edit:
         _refuse_unused(config, inner_optimizer)
     return config

@@ -8,28 +8,59 @@ Megatron's.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_edit.constants import (
     ADAM,
     AUTO,
+    AUTO_STRATEGIES,
+    AUTO_WARMUP_STEPS,
+    FIXED,
+    INT8,
+    LONGEST_WARMUP_SHARE,
+    NONE,
+    OPTIMIZERS_WITH_MOMENTS,
     REPLICA_NAME,
     REPLICA_NAME_RULE,
+    WARMUP_SHARE,
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import default_text, flag, format_value, parse_endpoint, preset_of
-from megatron_edit.method.auto import auto_settings
+from megatron_edit.method.auto import AUTO_SETTINGS, auto_settings
 from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.settings import Settings, in_words, is_within
-from megatron_edit.method.strategy import STRATEGIES, outer_preset
+from megatron_edit.method.strategy import (
+    STRATEGIES,
+    USUAL_LR,
+    USUAL_MOMENTUM,
+    outer_preset,
+)
 from megatron_edit.refusals import SETTINGS_ROWS, Values, refuse
 
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id", "nominal_replicas", "metrics_port")
+# Settings of the deployment, without effect on the numbers of a training.
+DEPLOYMENT = frozenset(
+    ("use_edit", "num_replicas", "placement", "replica_id", "rendezvous", "log_dir", "device",
+     "inner_state", "log_units_to_tensorboard", "digest_interval", "timeout_seconds", "sync_mode",
+     "sync_backend", "sync_net", "prefetch_units", "offload", "check_commits", "hub",
+     "replica_name", "nominal_replicas", "min_replicas", "hub_token_file", "telemetry",
+     "metrics_port", "mlflow_experiment", "preset", "settings")
+)  # fmt: skip
 OUTER_SETTINGS = ("outer_lr", "outer_momentum")
+# Each of these flags leaves all of them as they are: nothing is chosen without --edit-auto.
+_FIXING = (*(name for name in AUTO_SETTINGS if name != "final_sync_fraction"), "scale_beta2")
+# `--edit-preset paper`, beside the usual defaults.
+_PAPER = {"warmup_steps": 1000, "outer_lr": USUAL_LR, "outer_momentum": USUAL_MOMENTUM,
+          "weight_temperature": 1.0}  # fmt: skip
+# A training in whose warm-up nothing can be measured.
+_SHORT_INTERVAL, _SHORT_WARMUP_SHARE = 8, 0.1
 
 
 @dataclass(frozen=True)
@@ -47,11 +78,11 @@ class EditConfig(Settings):
 
     def __post_init__(self, inner_optimizer: str) -> None:
         if self.auto:
-            # Muon's presets stay: outer settings by interval were measured with Adam.
-            fixed = STRATEGIES[self.strategy].optimizer_presets.get(inner_optimizer, {})
-            names = auto_settings(self.strategy)
-            unset = [n for n in names if getattr(self, n) is None and n not in fixed]
-            object.__setattr__(self, "open_settings", tuple(unset))
+            self._open(inner_optimizer)
+        elif self.preset != NONE:
+            for name, value in _PAPER.items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
         adapted = [name for name in OUTER_SETTINGS if getattr(self, name) is None]
         for spec in dataclasses.fields(self):
             if "usual" in spec.metadata and getattr(self, spec.name) is None:
@@ -68,6 +99,87 @@ class EditConfig(Settings):
         refuse(SETTINGS_ROWS, Values.of(self, optimizer=inner_optimizer))
         check_not_empty(self)
 
+    @classmethod
+    def of_flags(cls, values: Mapping[str, Any], inner_optimizer: str = ADAM) -> EditConfig:
+        """The settings of a run, from those that are given: where none is given of those that
+        `--edit-auto` chooses, it chooses all.
+
+        Args:
+            values: None, False or the default where not given.
+            inner_optimizer: see the class.
+
+        Raises:
+            UsageError: see the class.
+        """
+        if values["settings"] is not None:
+            recorded = recorded_settings(Path(values["settings"]))
+            unset = {spec.name for spec in dataclasses.fields(cls)
+                     if values[spec.name] == spec.default}  # fmt: skip
+            values = {**values, **{name: recorded[name] for name in unset & recorded.keys()}}
+        warmup = values["warmup_steps"]
+        chooses = (
+            values["use_edit"]
+            and values["strategy"] in AUTO_STRATEGIES
+            and (values["interval"], values["preset"], values["settings"]) == (FIXED, NONE, None)
+            and all(values[name] is None or values[name] is False for name in _FIXING)
+            and (warmup is None or warmup >= AUTO_WARMUP_STEPS)
+        )
+        given = {**values, "auto": values["auto"] or chooses}
+        return cls(**given, inner_optimizer=inner_optimizer)
+
+    def for_training(self, num_iterations: int) -> tuple[EditConfig, str | None]:
+        """The settings of a training of this length, and a line for the user or None.
+
+        A warm-up that is not given becomes a share of the training. Where it has too few steps to
+        measure in, nothing is chosen.
+
+        Args:
+            num_iterations: of the complete training; 0 where that is not known.
+
+        Raises:
+            UsageError: there is no step after the warm-up.
+        """
+        if self.warmup_steps is not None:
+            return self, None
+        if STRATEGIES[self.strategy].endless_warmup:
+            return dataclasses.replace(self, warmup_steps=0), None
+        if num_iterations == 1:
+            raise UsageError(
+                f"--train-iters {num_iterations}",
+                "must be at least 2: a step of warm-up, and one of a round",
+                f"train longer, or give {flag('warmup_steps')} 0",
+            )
+        steps = max(WARMUP_SHARE * num_iterations, AUTO_WARMUP_STEPS if self.auto else 1)
+        if steps <= LONGEST_WARMUP_SHARE * num_iterations or not num_iterations:
+            found = copy.copy(self)  # `replace` would take what is open for given
+            object.__setattr__(found, "warmup_steps", round(steps))
+            return found, None
+        warmup = max(1, round(_SHORT_WARMUP_SHARE * num_iterations))
+        if not self.auto:
+            return dataclasses.replace(self, warmup_steps=warmup), None
+        interval = min(_SHORT_INTERVAL, num_iterations - warmup)
+        given = {"sync_interval": interval, "sync_dtype": INT8, **outer_preset(interval, INT8)}
+        fixed: dict[str, Any] = {n: given.get(n, getattr(self, n)) for n in self.open_settings}
+        found = dataclasses.replace(self, auto=False, warmup_steps=warmup, **fixed)
+        return found, (
+            f"{num_iterations} iterations are too few to measure links and steps in a warm-up of "
+            f"{AUTO_WARMUP_STEPS} steps: fixed settings, W {warmup}, tau {interval}, {INT8}"
+        )
+
+    def _open(self, inner_optimizer: str) -> None:
+        """Find what is chosen, and set what always comes with it."""
+        names = auto_settings(self.strategy, has_hub=self.hub is not None)
+        # Muon's presets stay: outer settings by interval were measured with Adam.
+        fixed = set(STRATEGIES[self.strategy].optimizer_presets.get(inner_optimizer, {}))
+        if inner_optimizer in OPTIMIZERS_WITH_MOMENTS:
+            object.__setattr__(self, "scale_beta2", True)
+        else:
+            fixed |= {"average_moments", "average_moments_every"}
+        unset = [n for n in names if getattr(self, n) is None and n not in fixed]
+        object.__setattr__(self, "open_settings", tuple(unset))
+        if self.warmup_dtype is None and self.hub is None:
+            object.__setattr__(self, "warmup_dtype", INT8)
+
     def _adapt_outer(self, names: Sequence[str], inner_optimizer: str) -> None:
         """Fill in outer settings that follow interval and wire type: those without a preset of the
         strategy or of the inner optimizer."""
@@ -76,6 +188,34 @@ class EditConfig(Settings):
         usual = outer_preset(interval, self.sync_dtype)
         for name in set(names) - strategy.presets_with(inner_optimizer).keys():
             object.__setattr__(self, name, usual[name])
+
+
+def recorded_settings(path: Path) -> dict[str, Any]:
+    """The settings of an earlier run, without those of its deployment.
+
+    Args:
+        path: its `run.json`.
+
+    Returns:
+        By name; what the run chose is as it was chosen last.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found = dict(record["config"])
+        if choices := record.get("choices"):
+            chosen = choices[-1]["settings"]
+            found |= {n: chosen[n] for n in auto_settings(found["strategy"]) if n in chosen}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{flag('settings')} {path}",
+            f"must be the run.json of an earlier run ({type(error).__name__}: {error})",
+            f"give DIR/run.json, where DIR was the {flag('log_dir')} of that run",
+        ) from error
+    names = {spec.name for spec in dataclasses.fields(Settings)} - DEPLOYMENT
+    return {n: value for n, value in found.items() if n in names} | {"auto": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -126,9 +266,11 @@ def phase_warning(
             f"WARNING: {flag('final_sync_fraction')} {config.final_sync_fraction:g} of "
             f"{num_iterations} iterations is less than one: there is no final synchronous phase"
         )
+    if is_meant:
+        return None
     local_steps = last_local - config.warmup_steps
-    if is_meant or local_steps > 0:
-        is_late = config.sync_interval > local_steps and not is_meant
+    if local_steps > 0:
+        is_late = config.sync_interval > local_steps
         if not is_late or STRATEGIES[config.strategy].is_timed or config.auto:
             return None
         return (

@@ -17,12 +17,19 @@ WIRE_TYPES = (*SYNC_DTYPES, TOP64)
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 DEFAULT_STRATEGY = "edit"  # the default of --edit-strategy
 AUTO_STRATEGIES = (DEFAULT_STRATEGY, "a-edit")  # for which --edit-auto chooses settings
+PAPER = "paper"  # of --edit-preset
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
 NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 BY_HOSTS, BY_RANKS = "hosts", "ranks"  # of --edit-placement, which also takes a file
 ALL, LEADER, RESET = INNER_STATES = ("all", "leader", "reset")
 CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 0 alone
+
+# Without --edit-warmup-steps the warm-up is this share of the training. Settings are chosen in
+# warm-ups of so many steps or more, which may be at most the other share of a short training.
+WARMUP_SHARE = 0.1
+AUTO_WARMUP_STEPS = 20
+LONGEST_WARMUP_SHARE = 0.25
 
 # With `--edit-timeout-seconds auto` a replica counts as lost after the larger of these seconds and
 # this multiple of the duration of the last round.

@@ -69,7 +69,7 @@ def default_text(spec: dataclasses.Field[Any]) -> str:
                 text = f"with --optimizer {optimizer} {presets[spec.name]}"
                 by_optimizer.setdefault(text, []).append(strategy.name)
     others += [f"{' and '.join(names)} {text}" for text, names in by_optimizer.items()]
-    return "; ".join([str(usual), *others])
+    return "; ".join([format_value(usual), *others])
 
 
 def parse_endpoint(text: str, name: str = "HOST:PORT", *, least_port: int = 1) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from megatron_edit.constants import (
     ALL,
     AUTO,
     AUTO_STRATEGIES,
+    AUTO_WARMUP_STEPS,
     BLOCKING,
     DEFAULT_STRATEGY,
     FIXED,
@@ -49,7 +50,6 @@ PENALTY_SETTINGS = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience",
     "loss_threshold", "clip", "weight_temperature",
 )  # fmt: skip
-AUTO_WARMUP_STEPS = 20  # that `--edit-auto` needs
 _EMPTY: tuple[object, ...] = (None, False, 0, "", [], ())
 _FIELDS = {spec.name: spec for spec in dataclasses.fields(Settings)}
 
@@ -209,14 +209,16 @@ NO_AVERAGED_GRADIENTS = Part(
     "neither a warm-up nor a final phase",
     lambda values: (
         not STRATEGIES[values["edit_strategy"]].endless_warmup
-        and not values["edit_warmup_steps"]
+        and values["edit_warmup_steps"] == 0
         and not values["edit_final_sync_fraction"]
     ),
 )
 SHORT_WARMUP = Part(
     "edit_warmup_steps",
     f"`{flag('warmup_steps')}` below {AUTO_WARMUP_STEPS}",
-    lambda values: values["edit_warmup_steps"] < AUTO_WARMUP_STEPS,
+    lambda values: (
+        values["edit_warmup_steps"] is not None and values["edit_warmup_steps"] < AUTO_WARMUP_STEPS
+    ),
 )
 NOTHING_OPEN = Part("", "all that it chooses", lambda values: not values["open_settings"])
 
@@ -316,15 +318,16 @@ SCHEDULE_ROWS = (
 )  # fmt: skip
 
 AUTO_ROWS = (
+    Refusal(is_not("edit_preset", NONE), is_not("edit_strategy", *AUTO_STRATEGIES), _NO_EFFECT,
+            _USE_EDIT),
     _without_effect(unusual("auto_share"), missing("edit_auto"), flag("auto")),
     *(Refusal(AUTO_ON, part, _TOGETHER + reason, "drop one of the two", joint=", ")
       for part, reason in (
           (is_not("edit_strategy", *AUTO_STRATEGIES),
            "its tables of expected losses are those of EDiT"),
           (is_not("edit_interval", FIXED), "it chooses a fixed interval"),
-          (is_not("edit_inner_state", ALL),
-           "with a delay there is no step at which replicas are equal"),
-          (CHECKED, "it may choose a delay"))),
+          (is_not("edit_preset", NONE), "nothing is chosen with a preset"),
+          (given("edit_settings"), "the file has all settings"))),
     Refusal(AUTO_ON, SHORT_WARMUP, f"measures in at least {AUTO_WARMUP_STEPS} steps of the warm-up",
             f"give --edit-warmup-steps {AUTO_WARMUP_STEPS} or more, or drop --edit-auto",
             joint=", "),

@@ -95,7 +95,7 @@ class BridgeLoads(LoadControl):
         host.counters.resume(loaded["samples"], consumed, IN_ORDER)
         host.common_steps = loaded["common_steps"]
         saved = loaded["engine"]
-        if (choice := saved.rounds.choice) is not None and not saved.is_warmup:
+        if (choice := saved.rounds.choice) is not None:
             engine.use(choice, is_resumed=True)
         engine.load_state_dict(saved)
         if place.global_rank == 0:
@@ -122,7 +122,7 @@ class BridgeLoads(LoadControl):
                 "is the checkpoint of one replica alone",
                 "load the folder that contains replica-0",
             )
-        expected = _header(self._config, place)
+        expected = _header(self.config, place)
         for name, value in expected.items():
             if saved["header"].get(name) != value:
                 raise UsageError(

@@ -61,7 +61,7 @@ def edit_config_of(settings: Any, inner_optimizer: str) -> EditConfig:
             rule = f"must be of type {getattr(hint, '__name__', hint)}"
             raise UsageError(f"optimizer.{spec.name}={value!r}", rule, "correct it")
     try:
-        return EditConfig(use_edit=True, inner_optimizer=inner_optimizer, **values)
+        return EditConfig.of_flags({**values, "use_edit": True}, inner_optimizer)
     except UsageError as error:
         raise in_fields(error, {}) from None
 

@@ -206,6 +206,20 @@ def moment_bytes(rule: MomentRule, numel: int, size: int, of: Sequence[int] = ()
     return sum(sent_bytes(rule.codec_of(kind), numel, size, of) for kind in rule.kinds)
 
 
+def unit_bytes(numel: int, wire: str, moments: str, *, size: int) -> int:
+    """Payload bytes that one rank sends for a unit of this type.
+
+    Args:
+        numel: elements of its shard of the unit.
+        wire: a value of `--edit-sync-dtype`.
+        moments: that are sent, too: a value of `--edit-average-moments`.
+        size: N.
+    """
+    return Wire.of(wire).payload_bytes(numel, size) + moment_bytes(
+        MomentRule.of(moments), numel, size
+    )
+
+
 @dataclass(frozen=True)
 class Wire:
     """Type of sums on the wire.

@@ -440,7 +440,7 @@ class EditEngine:
         if not self.settings.given.auto:
             rounds = replace(rounds, choice=None, exposed=(), leaves_prediction=False)
         elif rounds.choice is None and self.elastic is None:
-            self.reporter.on_message("the checkpoint has no choice: --edit-auto chooses nothing")
+            self.reporter.on_message("the checkpoint has no choice: no settings are chosen")
         self.state.load_state_dict(replace(saved, rounds=rounds))
         self.syncs.begin(outer)
         self.syncs.load_state_dict(saved.pending)
@@ -483,7 +483,11 @@ class EditEngine:
 
         Collective: the ranks of the replica.
         """
-        self.settings = settings = replace(self.settings, choice=choice)
+        settings = replace(self.settings, choice=choice)
+        if "final_sync_fraction" in settings.given.open_settings:
+            last, has_phase = self.host.set_final_fraction(choice.settings.final_sync_fraction)
+            settings = replace(settings, last_local_step=last, has_final_phase=has_phase)
+        self.settings = settings
         has_digests = not settings.landing.is_immediate
         self.state.use(settings)
         nbytes = size_of_record(self.host, self.state, has_digests=has_digests)
@@ -496,7 +500,7 @@ class EditEngine:
         self._rounds.use(settings, self._meetings, self._outcomes)
         self.syncs.begin_thread(self._context.explain)
         self.state.timeout.begin(self.state.timeout.length, settings.used.sync_interval)
-        self.reporter.on_choice(choice, is_resumed=is_resumed)
+        self.reporter.on_choice(choice, settings.last_local_step, is_resumed=is_resumed)
 
     def _begin_local_training(self) -> None:
         if (message := self.host.set_local_training(True)) is not None:

@@ -174,6 +174,13 @@ class Host(Protocol):
             s, the steps that consume as many samples if all replicas make the same ones.
         """
 
+    def set_final_fraction(self, fraction: float) -> tuple[int, bool]:
+        """Set the share of training, at its end, in which gradients are averaged at every step.
+
+        Returns:
+            The last step before it, and whether there is such a phase.
+        """
+
     def samples_of(self, blocks: int) -> int:
         """Samples that all replicas have consumed once so many blocks are consumed."""
 
@@ -259,11 +266,12 @@ class Reporter(Protocol):
                 for each step.
         """
 
-    def on_choice(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+    def on_choice(self, choice: AutoChoice, last_local_step: int, *, is_resumed: bool) -> None:
         """Report the chosen settings of the rounds.
 
         Args:
             choice: see `method.auto`.
+            last_local_step: before the final synchronous phase, or of the training.
             is_resumed: whether a checkpoint had it.
         """
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from torch import Tensor
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
-from megatron_edit.comm.wire import Wire, moment_bytes
-from megatron_edit.constants import FP32_BYTES
+from megatron_edit.comm.wire import Wire, unit_bytes
+from megatron_edit.constants import FP32_BYTES, MOMENTS_BOTH
 from megatron_edit.engine.host import EngineGroups, Reporter
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
@@ -42,6 +43,7 @@ from megatron_edit.method.auto import (
 )
 from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.moments import MomentRule
 from megatron_edit.method.norms import sum_of_squares
 from megatron_edit.method.outer import Nesterov
 from megatron_edit.method.strategy import USUAL_LR, USUAL_MOMENTUM
@@ -68,12 +70,14 @@ class StepMeter:
             chosen. None measures nothing.
         steps: seconds of measured steps, without the averaging of gradients.
         forwards: seconds of their forward passes, from the first gather of parameters to the last.
+        averagings: seconds that the averaging of gradients added to them.
     """
 
     groups: EngineGroups
     last_step: float | None
     steps: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
+    averagings: list[float] = field(default_factory=list)
     _began: float | None = None  # when the step began
     _averaging: float = 0.0
     _gathers: tuple[float, float] | None = None  # first and last gather of the step
@@ -115,6 +119,7 @@ class StepMeter:
         now = self._now()
         if self._began is not None:
             self.steps.append(now - self._began - self._averaging)
+            self.averagings.append(self._averaging)
             if self._gathers is not None:
                 self.forwards.append(self._gathers[1] - self._gathers[0])
         self._began, self._averaging, self._gathers = now, 0.0, None
@@ -192,21 +197,27 @@ class AutoTuner:
             return None
         if (before := state.rounds.choice) is not None:
             return self._choose_again(state, before)
-        steps, forwards = self.meter.steps, self.meter.forwards
-        mine = [_median(steps), _median(forwards, default=0.0), float(len(steps))]
-        seconds, forward, counts = _gather_all(self.groups, mine).unbind(dim=1)
-        replicas = self.groups.sync.size
+        meter, replicas = self.meter, self.groups.sync.size
+        mine = [_median(meter.steps), _median(meter.forwards, default=0.0),
+                _median(meter.averagings), float(len(meter.steps))]  # fmt: skip
+        seconds, forward, averaging, counts = _gather_all(self.groups, mine).unbind(dim=1)
         if bool(seconds.isnan().any()):
-            reporter.on_message("no step of the warm-up was measured: --edit-auto chooses nothing")
+            reporter.on_message("no step of the warm-up was measured: no settings are chosen")
             return None
-        last = _gather_all(self.groups, steps[-int(counts.min()) :])
+        last = _gather_all(self.groups, meter.steps[-int(counts.min()) :])
         # A rank that waits for others of its replica has longer steps than these.
         shortest = last.unflatten(0, (replicas, -1)).amin(dim=1)
         of_replicas = seconds.unflatten(0, (replicas, -1)).amax(dim=1).tolist()
         slowest = max(of_replicas)
-        step = statistics.median(of_replicas) if self.settings.is_timed else slowest
-        wait = mean_wait(shortest.tolist())
-        setting, measured = self._measure(step, float(forward.min()), wait, slowest)
+        known = Measurement(
+            step=statistics.median(of_replicas) if self.settings.is_timed else slowest,
+            forward=float(forward.min()),
+            wait=mean_wait(shortest.tolist()),
+            slowest=slowest,
+            averaging=float(averaging.min()),  # without the wait for slower replicas
+            evenness=statistics.harmonic_mean(of_replicas) / slowest,
+        )
+        setting, measured = self._measure(known)
         local_steps = self.settings.last_local_step - state.step
         return choose(setting, measured, state.step, local_steps)
 
@@ -217,25 +228,21 @@ class AutoTuner:
         choice = replace(before, since=state.step)
         local_steps = self.settings.last_local_step - state.step
         if local_steps >= LEAST_ROUNDS * before.settings.sync_interval:
-            known = before.measured
-            setting, measured = self._measure(known.step, known.forward, known.wait, known.slowest)
+            setting, measured = self._measure(before.measured)
             measured = calibrated(setting, measured, before.settings, observed)
             choice = choose(setting, measured, state.step, local_steps)
         is_same = choice.settings == before.settings
         return replace(choice, exposed=observed) if is_same else choice
 
-    def _measure(
-        self, step: float, forward: float, wait: float, slowest: float
-    ) -> tuple[AutoSetting, Measurement]:
-        """Measure links and local work; the arguments, see `Measurement`, are known.
+    def _measure(self, known: Measurement) -> tuple[AutoSetting, Measurement]:
+        """Measure links and local work; the rest is known.
 
         Collective: all ranks of all replicas.
         """
         rate, latency = measure_links(self.groups)
         work = _gather_all(self.groups, self._measure_work()).max(dim=0).values.tolist()
-        return self._setting(), Measurement(
-            step, forward, rate, latency, dict(zip(self._wires, work, strict=True)), wait, slowest
-        )
+        of_names = dict(zip(self._worked, work, strict=True))
+        return self._setting(), replace(known, rate=rate, latency=latency, work=of_names)
 
     # ---- with a hub
 
@@ -243,7 +250,7 @@ class AutoTuner:
     def num_measured(self) -> int:
         """Values of `row`; 0 where no choice is awaited."""
         is_awaited = self.settings.given.hub is not None and self.meter.last_step is not None
-        return 4 + len(self._wires) + MEASURED_STEPS if is_awaited else 0
+        return 4 + len(self._worked) + MEASURED_STEPS if is_awaited else 0
 
     def row(self) -> list[float]:
         """What the ranks of this replica have measured: rate and latency of the links, seconds of
@@ -289,17 +296,19 @@ class AutoTuner:
         rows = rows[~rows[:, 2:].isnan().any(dim=1)] if rows.numel() else rows
         if not rows.numel():
             return None
-        wires, settings = len(self._wires), self.settings
+        works, settings = len(self._worked), self.settings
         links = rows[~rows[:, 0].isnan(), :2].tolist()
         if not links and len(records) > 1:  # they have not exchanged anything yet
             return None
         links = links or [[math.inf, 0.0]]
-        steps, work = rows[:, 2].tolist(), rows[:, 4 : 4 + wires].amax(dim=0).tolist()
+        steps, work = rows[:, 2].tolist(), rows[:, 4 : 4 + works].amax(dim=0).tolist()
+        slowest = max(steps)
         measured = Measurement(
-            statistics.median(steps) if settings.is_timed else max(steps),
+            statistics.median(steps) if settings.is_timed else slowest,
             float(rows[:, 3].min()), min(rate for rate, _ in links), max(x for _, x in links),
-            dict(zip(self._wires, work, strict=True)),
-            mean_wait(rows[:, 4 + wires :].tolist()), max(steps),
+            dict(zip(self._worked, work, strict=True)),
+            mean_wait(rows[:, 4 + works :].tolist()), slowest,
+            evenness=statistics.harmonic_mean(steps) / slowest,
         )  # fmt: skip
         left = (settings.local_blocks - consumed) // len(records)
         return choose(self._setting(), measured, consumed // settings.num_nominal, left)
@@ -307,22 +316,20 @@ class AutoTuner:
     # ---- parts of the above
 
     @property
-    def _wires(self) -> list[str]:
+    def _worked(self) -> list[str]:
+        """Wire types whose local work is measured, and `MOMENTS_BOTH` for that of moments."""
         given = self.settings.given
-        return list(WIRE_LOSS) if "sync_dtype" in given.open_settings else [given.sync_dtype]
+        wires = WIRE_LOSS if "sync_dtype" in given.open_settings else [given.sync_dtype]
+        return [*wires, MOMENTS_BOTH]
 
     def _measure_work(self) -> list[float]:
         numel = min(max(int(self.unit_numels.max()), _LEAST_WORK), _MOST_WORK)
-        return [_work_per_element(wire, numel, self.groups) for wire in self._wires]
+        return [_work_per_element(name, numel, self.groups) for name in self._worked]
 
     def _setting(self) -> AutoSetting:
         numels = self.unit_numels[self.unit_numels.sum(dim=1).argmax()].tolist()
-        size, moments = self.groups.sync.size, self.settings.moments
-
-        def payload(numel: int, wire: str) -> int:
-            extra = moment_bytes(moments.rule, numel, size) // moments.interval
-            return Wire.of(wire).payload_bytes(numel, size) + extra
-
+        size = self.groups.sync.size
+        payload = partial(unit_bytes, size=size)
         given, depth = self.settings.given, self.settings.depth
         return AutoSetting(given, tuple(map(int, numels)), payload, depth, size)
 
@@ -377,14 +384,18 @@ def _seconds_of(groups: EngineGroups, values: Tensor) -> float:
 
 
 def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
-    """Seconds per element of a sync's local work on this rank, in a wire type.
+    """Seconds per element of a sync's local work on this rank, in a wire type, or for moments.
 
     Addend, norms, encoding, decoding, outer step, landing after a delay, and digests.
 
     Args:
+        name: of `AutoTuner._worked`.
         numel: of a unit; a large one is not in a cache, as in the training.
     """
-    wire, size, device = Wire.of(name), groups.sync.size, groups.sync.device
+    size, device = groups.sync.size, groups.sync.device
+    if name == MOMENTS_BOTH:
+        return _moment_work(numel, groups)
+    wire = Wire.of(name)
     # Not random numbers, which would change those of the training.
     values, anchor, momentum = (
         torch.linspace(-1, end, numel, device=device) for end in (1.0, 2.0, 3.0)
@@ -409,6 +420,20 @@ def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
         _synchronize(groups)
         found.append(time.monotonic() - began)
     return statistics.median(found) / numel
+
+
+def _moment_work(numel: int, groups: EngineGroups) -> float:
+    """Seconds per element of encoding and decoding both moments."""
+    values = torch.linspace(0, 1, numel, device=groups.sync.device)
+    _synchronize(groups)
+    began = time.monotonic()
+    for kind in (rule := MomentRule.of(MOMENTS_BOTH)).kinds:
+        if (codec := rule.codec_of(kind)) is not None:
+            data = codec.encode(values.clone())
+            codec.decode_sum(data.unsqueeze(0), values.clone())
+            codec.decode(data, values.clone())
+    _synchronize(groups)
+    return (time.monotonic() - began) / numel
 
 
 def _gather_all(groups: EngineGroups, mine: Sequence[float]) -> Tensor:

@@ -22,7 +22,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import AUTO, BLOCKING, MUON, OVERLAP
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, flag, flag_of
-from megatron_edit.host.batch_stages import check_stages, has_changing_batch
+from megatron_edit.host.batch_stages import check_stages, has_changing_batch, num_iterations
 from megatron_edit.host.muon import check_muon
 from megatron_edit.method.settings import number_or_auto
 from megatron_edit.refusals import MEGATRON_ROWS, OVERLAP_ROWS, Values, refuse
@@ -223,6 +223,15 @@ def data_parallel_size(args: Namespace, placement: Placement) -> int:
             * args.context_parallel_size
         )
     )
+
+
+def training_length(args: Namespace, placement: Placement) -> int:
+    """Return the iterations of the complete training, before Megatron completes its arguments; 0
+    where none are given."""
+    if args.train_iters or args.global_batch_size is not None:
+        return num_iterations(args)
+    ranks = placement.num_replicas * data_parallel_size(args, placement)
+    return (args.train_samples or 0) // ((args.micro_batch_size or 1) * ranks)
 
 
 def _check_batch(args: Namespace, placement: Placement, config: EditConfig) -> None:

@@ -290,6 +290,7 @@ class Attachment:
         if placement is not None:  # before the defaults of a CPU run replace flags
             arguments.check_arguments(args, placement, self._config)
             self.sync_mode = arguments.resolve_sync_mode(self._config, args)
+            self._adapt_to_length(args, placement)
         if self._device.type == "cpu":
             changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults(args.optimizer))
             if changed and args.rank == 0:
@@ -324,6 +325,16 @@ class Attachment:
             check_on_all_ranks(
                 world, "save/checked", lambda: check_folder("--save", args.save), what="--save"
             )
+
+    def _adapt_to_length(self, args: Namespace, placement: Placement) -> None:
+        """Complete the settings that depend on the length of the training."""
+        from megatron_edit.host.arguments import training_length
+
+        self._config, line = self._config.for_training(training_length(args, placement))
+        if self._loop is not None:
+            self._loop.use_settings(self._config)
+        if line is not None and placement.global_rank == 0:
+            say(line)
 
 
 def _check_shared_hosts(world: ReplicaWorld, args: Namespace) -> None:

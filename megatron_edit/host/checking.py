@@ -43,6 +43,7 @@ class CheckedLine:
 
     Attributes:
         args: Megatron's validated arguments.
+        config: settings of this package, complete.
         placement: placement of rank 0; None for a stock run.
         device: cpu or cuda, as on this machine.
         sync_mode: resolved `--edit-sync-mode`; None for a stock run.
@@ -55,6 +56,7 @@ class CheckedLine:
     """
 
     args: Namespace
+    config: EditConfig
     placement: Placement | None
     device: str
     sync_mode: str | None
@@ -219,8 +221,8 @@ class _DryAttachment(Attachment):
             args.data_parallel_size if placement is None else data_parallel_size(args, placement)
         )
         return CheckedLine(
-            args, placement, self._device.type, self.sync_mode, ranks, corpus, checkpoint,
-            self._command_line.unknown, is_rehearsed,
+            args, self._config, placement, self._device.type, self.sync_mode, ranks, corpus,
+            checkpoint, self._command_line.unknown, is_rehearsed,
         )  # fmt: skip
 
 

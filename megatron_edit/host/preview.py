@@ -26,7 +26,12 @@ from megatron_edit.host.checkpoint.choosing import (
     find,
     model_of,
 )
-from megatron_edit.host.checkpoint.loading import checked_plan, dropped_state, resuming_run
+from megatron_edit.host.checkpoint.loading import (
+    averaged_fraction,
+    checked_plan,
+    dropped_state,
+    resuming_run,
+)
 from megatron_edit.host.checkpoint.refusals import (
     check_pending,
     check_rates,
@@ -107,7 +112,7 @@ def _check_resume(
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
     iterations = num_iterations(args)
-    last = last_local(iterations, config.averaged_fraction)
+    last = last_local(iterations, averaged_fraction(config, manifest))
     run = resuming_run(config, config.nominal_replicas or config.num_replicas or 1, args, last)
     plan = checked_plan(path, manifest, run, config.warmup_steps)
     settings = EngineSettings(config, sync_mode == OVERLAP, last * run.num_replicas, last)

@@ -149,6 +149,10 @@ class TrainingLoop:
         """The engine; None until the model is built."""
         return None if self._run is None else self._run.engine
 
+    def use_settings(self, config: EditConfig) -> None:
+        """Use settings that are complete, before training begins."""
+        self._config = self._loads.config = config
+
     def attach(self) -> None:
         """Wrap Megatron's training loop."""
         import megatron.training as package

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import groupby
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby, product
 from statistics import fmean
 from typing import Any
 
-from megatron_edit.constants import BF16, FP32, INT2, INT4, INT8, SIGN, TERNARY
+from megatron_edit.constants import (
+    ALL,
+    BF16,
+    FP32,
+    INT2,
+    INT4,
+    INT8,
+    MOMENTS_BOTH,
+    NONE,
+    SIGN,
+    TERNARY,
+)
 from megatron_edit.method.cost import (
     MEETING_MESSAGES,
     Cost,
@@ -26,6 +37,10 @@ from megatron_edit.method.strategy import STRATEGIES, outer_preset
 LEAST_ROUNDS = 4  # that local training has with a chosen interval
 INTERVALS = (8, 16, 32, 64, 128, 256)
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
+MOMENTS = ((MOMENTS_BOTH, 1), (MOMENTS_BOTH, 4), (NONE, 1))  # kinds, and K
+FINAL_FRACTIONS = (0.05, 0.02, 0.0)
+FINAL_COST = 0.02  # most of the training's time that a final phase may add
+EVEN = 0.97  # replicas whose speed is less of their own are told about A-EDiT
 SHARE_STEP = 0.01  # predictions are not better than this
 MESSAGES_PER_EXCHANGE = 2  # that wait for one another
 PATIENCE = 3  # syncs that leave the prediction before the settings are chosen again
@@ -43,6 +58,8 @@ class SyncSettings:
         sync_interval: tau; where the clock ends rounds, the expected steps of a round, on average
             over the replicas.
         sync_seconds: tau_time; where steps end rounds, the expected seconds of a round.
+
+    The defaults of the others are those of choices by older versions.
     """
 
     sync_interval: int
@@ -52,15 +69,31 @@ class SyncSettings:
     outer_lr: float
     outer_momentum: float
     sync_seconds: float
+    average_moments: str = NONE
+    average_moments_every: int = 1
+    final_sync_fraction: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """The settings that decide about speed and loss, for people."""
+        found = [f"tau {self.sync_interval}", self.sync_dtype]
+        found += [f"fragments {self.fragments}"] if self.fragments > 1 else []
+        found += [f"delay {self.delay_steps}"] if self.delay_steps else []
+        every = f" every {self.average_moments_every}" if self.average_moments_every > 1 else ""
+        found += [] if self.average_moments == NONE else [f"moments {self.average_moments}{every}"]
+        return ", ".join(found)
 
 
 AUTO_SETTINGS = tuple(each.name for each in fields(SyncSettings))
 
 
-def auto_settings(strategy: str) -> tuple[str, ...]:
-    """The names of the settings that are chosen for a strategy."""
-    unused = "sync_interval" if STRATEGIES[strategy].is_timed else "sync_seconds"
-    return tuple(name for name in AUTO_SETTINGS if name != unused)
+def auto_settings(strategy: str, *, has_hub: bool = False) -> tuple[str, ...]:
+    """The names of the settings that are chosen for a strategy. Where blocks are assigned to
+    replicas, a final phase must be known before they are."""
+    is_timed = STRATEGIES[strategy].is_timed
+    unused = {"sync_interval" if is_timed else "sync_seconds"}
+    unused |= {"final_sync_fraction"} if is_timed or has_hub else set()
+    return tuple(name for name in AUTO_SETTINGS if name not in unused)
 
 
 @dataclass(frozen=True)
@@ -73,19 +106,24 @@ class Measurement:
         forward: seconds of the forward pass that a sync may overlap.
         rate: bytes per second that a rank sends to other replicas while all ranks do.
         latency: seconds until a message of another replica has arrived.
-        work: seconds per element of the local work of a sync, by wire type.
+        work: seconds per element of the local work of a sync, by wire type; `MOMENTS_BOTH` has
+            those of averaging both moments.
         wait: seconds that a replica waits for others at a meeting after one step, on average; after
             n steps sqrt(n) times as long. See `mean_wait`.
         slowest: seconds of a step of the slowest replica; 0 where that is `step`.
+        averaging: seconds that the averaging of gradients adds to a step.
+        evenness: speed of replicas that wait for the slowest one, as a share of their own.
     """
 
     step: float
     forward: float
-    rate: float
-    latency: float
-    work: Mapping[str, float]
+    rate: float = math.inf
+    latency: float = 0.0
+    work: Mapping[str, float] = field(default_factory=dict)
     wait: float = 0.0
     slowest: float = 0.0
+    averaging: float = 0.0
+    evenness: float = 1.0
 
     @property
     def slowness(self) -> float:
@@ -105,6 +143,7 @@ class AutoChoice:
         since: the step after which they are used.
         measured: see `Measurement`.
         is_timed: whether the clock ends rounds (A-EDiT).
+        slower: what would cost less loss, but is too slow, for people; empty for nothing.
     """
 
     settings: SyncSettings
@@ -114,6 +153,7 @@ class AutoChoice:
     since: int
     measured: Measurement
     is_timed: bool = False
+    slower: str = ""
 
     def lines(self, source: str = "measured") -> tuple[str, ...]:
         """What is chosen, what is expected of it, and from what, for people.
@@ -122,16 +162,32 @@ class AutoChoice:
             source: where the values of `measured` are from.
         """
         chosen, measured = self.settings, self.measured
-        length = f"tau {chosen.sync_interval}"
+        length = f"every {chosen.sync_interval} steps"
         if self.is_timed:
-            length = f"tau_time {chosen.sync_seconds:g} s (about {chosen.sync_interval} steps)"
+            length = f"every {chosen.sync_seconds:g} s (about {chosen.sync_interval} steps)"
+        parts = [f"a sync {length} in {chosen.sync_dtype}"]
+        parts += [f"in {chosen.fragments} fragments"] if chosen.fragments > 1 else []
+        parts += [f"landing {chosen.delay_steps} steps later"] if chosen.delay_steps else []
+        if chosen.average_moments != NONE:
+            every = chosen.average_moments_every
+            parts.append(f"with Adam's moments at {f'1 of {every} syncs' if every > 1 else 'each'}")
+        parts.append(f"outer learning rate {chosen.outer_lr:g}, momentum {chosen.outer_momentum:g}")
+        if chosen.final_sync_fraction:
+            parts.append(f"the last {chosen.final_sync_fraction:.0%} of training synchronous")
+        expected = (
+            f"expected: {self.share:.3f} of the speed without exchange, and a loss {self.loss:+.1%}"
+            " over stock Megatron's (as for small models)"
+        )
+        expected += f"; less loss, but slower: {self.slower}" if self.slower else ""
+        if measured.evenness < EVEN and not self.is_timed:
+            expected += (
+                f"; as all wait for the slowest replica, {measured.evenness:.2f} of their own "
+                "speeds: --edit-strategy a-edit does not wait"
+            )
         return (
-            f"--edit-auto after step {self.since}: {length}, "
-            f"{chosen.sync_dtype}, fragments {chosen.fragments}, delay {chosen.delay_steps}, "
-            f"nu {chosen.outer_lr:g}, mu_o {chosen.outer_momentum:g}",
-            f"--edit-auto expects {self.share:.3f} of the speed without syncs, and a loss "
-            f"{self.loss:+.1%} over stock DDP (as for small models)",
-            f"--edit-auto {source}: a step {_shown(measured.step)}, forward pass "
+            f"chosen after step {self.since}: {', '.join(parts)}",
+            expected,
+            f"{source}: a step {_shown(measured.step)}, forward pass "
             f"{_shown(measured.forward)}, {measured.rate / 1e6:.3g} MB/s from each rank to other "
             f"replicas, latency {_shown(measured.latency)}, a wait for other replicas of "
             f"{_shown(measured.wait)} after one step",
@@ -169,14 +225,15 @@ class AutoSetting:
         given: the settings of the run; `open_settings` may be chosen.
         unit_numels: elements of each unit in the shards of the rank that has most, in forward
             order.
-        payload: bytes that a rank sends in an exchange of so many elements in a wire type.
+        payload: bytes that a rank sends in an exchange of so many elements in a wire type, with
+            these moments of the inner optimizer (a value of `--edit-average-moments`).
         depth: most units in flight in the forward pass; 1 where syncs block.
         num_replicas: N.
     """
 
     given: Settings
     unit_numels: tuple[int, ...]
-    payload: Callable[[int, str], int]
+    payload: Callable[[int, str, str], int]
     depth: int
     num_replicas: int
 
@@ -207,14 +264,20 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
     """
     candidates = sorted(_candidates(setting, measured, local_steps), key=_loss)
     choices: list[AutoChoice] = []
+    least = setting.given.auto_share
     for _, equals in groupby(candidates, key=_loss):
         of_loss = [predict(setting, measured, each, step) for each in equals]
-        fastest = max(of_loss, key=lambda each: each.share)
-        if fastest.share >= setting.given.auto_share:
-            return fastest  # the others, which cost more, are not computed
-        choices.append(fastest)
-    least = max(each.share for each in choices) - SHARE_STEP
-    return next(each for each in choices if each.share >= least)
+        choices.append(max(of_loss, key=lambda each: each.share))
+        if choices[-1].share >= least:
+            break  # the others, which cost more, are not computed
+    else:
+        least = max(each.share for each in choices) - SHARE_STEP
+    found = next(each for each in choices if each.share >= least)
+    better = [each for each in choices[: choices.index(found)] if each.loss < found.loss]
+    if not better:
+        return found
+    nearest = max(better, key=lambda each: each.share)
+    return replace(found, slower=f"{nearest.settings.words}: {nearest.share:.3f}")
 
 
 def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
@@ -227,7 +290,11 @@ def predict(
     setting: AutoSetting, measured: Measurement, settings: SyncSettings, step: int
 ) -> AutoChoice:
     """The expected speed and loss of some settings."""
-    cost = _cost(setting, measured, settings)
+    every = settings.average_moments_every
+    cost, plain = (
+        _cost(setting, measured, settings, moments) for moments in (settings.average_moments, NONE)
+    )
+    cost = replace(cost, exposed=(cost.exposed + (every - 1) * plain.exposed) / every)
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
     # A round has F meetings, each after tau / F steps.
@@ -257,7 +324,10 @@ def mean_wait(seconds: Sequence[Sequence[float]]) -> float:
 
 
 def _loss(settings: SyncSettings) -> float:
-    return expected_loss(settings.sync_interval, settings.sync_dtype, settings.delay_steps)
+    return expected_loss(
+        settings.sync_interval, settings.sync_dtype, settings.delay_steps,
+        (settings.average_moments, settings.average_moments_every), settings.final_sync_fraction,
+    )  # fmt: skip
 
 
 def num_judged(choice: AutoChoice) -> int:
@@ -316,6 +386,18 @@ def _candidates(
 ) -> Iterator[SyncSettings]:
     """All combinations of the values of the open settings."""
     given, num_units = setting.given, len(setting.unit_numels)
+    # Else there is no step at which replicas are equal.
+    lands_at_once = given.check_commits or given.inner_state != ALL
+    final = given.final_sync_fraction
+    if "final_sync_fraction" in given.open_settings:
+        cost = measured.averaging / measured.step
+        final = next(each for each in FINAL_FRACTIONS if each * cost <= FINAL_COST)
+    moments = [
+        (kinds, every)
+        for kinds, every in MOMENTS
+        if "average_moments" in given.open_settings or kinds == given.average_moments
+        if "average_moments_every" in given.open_settings or every == given.average_moments_every
+    ] or [(given.average_moments, given.average_moments_every)]
 
     def values[T](name: str, tried: Iterable[T]) -> list[T]:
         return list(tried) if name in given.open_settings else [getattr(given, name)]
@@ -324,11 +406,17 @@ def _candidates(
         # A delay counts own steps: the slowest replica must make more in a round.
         fewest = max(1.0, interval / measured.slowness)
         delays = [each for each in DELAYS if each <= fewest - 1]
-        for fragments in values("fragments", sorted({1, min(num_units, int(fewest))})):
-            for delay in values("delay_steps", delays):
-                for wire in values("sync_dtype", WIRE_LOSS):
-                    lr, momentum = _outer(setting, interval, delay, wire)
-                    yield SyncSettings(interval, wire, fragments, delay, lr, momentum, seconds)
+        most = 1 if lands_at_once else min(num_units, int(fewest))
+        for fragments, delay, wire, (kinds, every) in product(
+            values("fragments", sorted({1, most})),
+            values("delay_steps", delays[: 1 if lands_at_once else None]),
+            values("sync_dtype", WIRE_LOSS),
+            moments,
+        ):
+            lr, momentum = _outer(setting, interval, delay, wire)
+            yield SyncSettings(
+                interval, wire, fragments, delay, lr, momentum, seconds, kinds, every, final
+            )
 
 
 def _rounds(
@@ -363,16 +451,22 @@ def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[
     )
 
 
-def _cost(setting: AutoSetting, measured: Measurement, settings: SyncSettings) -> Cost:
+def _cost(
+    setting: AutoSetting, measured: Measurement, settings: SyncSettings, moments: str
+) -> Cost:
     numels, wire = setting.unit_numels, settings.sync_dtype
+    work = measured.work[wire]
+    if moments != NONE:
+        work += measured.work.get(MOMENTS_BOTH, 0.0)
     total = sum(numels[1:]) or 1  # the embedding, which comes first, is only a look-up
     forward = measured.forward if setting.depth > 1 else 0.0
     exchanges = [
         UnitExchange(0.0, 0.0, 0.0)
         if numel == 0  # of another pipeline stage
         else UnitExchange(
-            setting.payload(numel, wire) / measured.rate + MESSAGES_PER_EXCHANGE * measured.latency,
-            measured.work[wire] * numel,
+            setting.payload(numel, wire, moments) / measured.rate
+            + MESSAGES_PER_EXCHANGE * measured.latency,
+            work * numel,
             forward * numel / total if place else 0.0,
         )
         for place, numel in enumerate(numels)
@@ -407,6 +501,10 @@ WIRE_LOSS = {
     INT2: 0.001,
     SIGN: 0.031,
 }
+# By moments that are averaged, over both at every sync.
+MOMENT_LOSS = {(MOMENTS_BOTH, 4): 0.004, (NONE, 1): 0.012}
+# By the share of a final synchronous phase.
+FINAL_GAIN = {0.02: 0.003, 0.05: 0.006}
 # By share of the interval that a sync is delayed, with an outer momentum of `DELAYED_MOMENTUM`.
 DELAY_LOSS = 0.030
 DELAYED_MOMENTUM = 0.7
@@ -417,13 +515,22 @@ def interval_loss(interval: int) -> float:
     return _interpolate(INTERVAL_LOSS, interval)
 
 
-def expected_loss(interval: int, wire: str, delay: int) -> float:
+def expected_loss(
+    interval: int,
+    wire: str,
+    delay: int,
+    moments: tuple[str, int] = MOMENTS[0],
+    final_fraction: float = 0.0,
+) -> float:
     """Increase of the final loss over that of stock DDP; the parts are added.
 
     Args:
         delay: d, steps.
+        moments: that are averaged, and at which syncs.
+        final_fraction: of the final synchronous phase.
     """
-    return interval_loss(interval) + WIRE_LOSS[wire] + DELAY_LOSS * delay / interval
+    parts = WIRE_LOSS[wire] + DELAY_LOSS * delay / interval - FINAL_GAIN.get(final_fraction, 0.0)
+    return interval_loss(interval) + parts + MOMENT_LOSS.get(moments, 0.0)
 
 
 def _interpolate(points: Sequence[tuple[int, float]], at: int) -> float:

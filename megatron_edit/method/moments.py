@@ -43,6 +43,11 @@ class MomentRule:
     kinds: tuple[str, ...] = ()
     is_coded: bool = True
 
+    @classmethod
+    def of(cls, name: str) -> MomentRule:
+        """The rule of a value of `--edit-average-moments`."""
+        return cls(_KINDS[name])
+
     def codec_of(self, kind: str) -> Codec | None:
         """The codec of a moment; None for fp32."""
         return _CODECS[kind] if self.is_coded else None
@@ -72,8 +77,7 @@ class MomentSchedule:
     @classmethod
     def of(cls, settings: Settings) -> MomentSchedule:
         """The schedule of a run."""
-        rule = MomentRule(_KINDS[settings.average_moments])
-        return cls(rule, settings.average_moments_every)
+        return cls(MomentRule.of(settings.average_moments), settings.average_moments_every)
 
     def rule_of(self, sync: int, num_fragments: int) -> MomentRule:
         """The rule of one sync; each unit takes part in every F-th sync.

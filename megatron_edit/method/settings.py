@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from megatron_edit.constants import (
     ALL,
     AUTO,
+    AUTO_WARMUP_STEPS,
     AVERAGED_MOMENTS,
     BY_HOSTS,
     DEFAULT_STRATEGY,
@@ -24,10 +25,12 @@ from megatron_edit.constants import (
     MAX_TIMEOUT_SECONDS,
     MIN_TIMEOUT_SECONDS,
     NONE,
+    PAPER,
     SYNC_BACKENDS,
     SYNC_MODES,
     TIMEOUT_ROUNDS,
     WARMUP_DTYPES,
+    WARMUP_SHARE,
     WIRE_TYPES,
 )
 from megatron_edit.method.strategy import STRATEGIES, USUAL_LR, USUAL_MOMENTUM
@@ -43,6 +46,11 @@ _SECONDS = f"(0, {MAX_TIMEOUT_SECONDS:.0f}]"
 def number_or_auto(text: str) -> float | None:
     """Parse a number or `auto` (None)."""
     return None if text == AUTO else float(text)
+
+
+def count_or_auto(text: str) -> int | None:
+    """Parse a whole number or `auto` (None)."""
+    return None if text == AUTO else int(text)
 
 
 def number_or_none(text: str) -> float | None:
@@ -168,14 +176,30 @@ class Settings:
     strategy: str = _setting(
         DEFAULT_STRATEGY, "how replicas are synchronised", kind=str, only=STRATEGIES
     )
+    preset: str = _setting(
+        NONE,
+        "defaults of another origin; paper: the constants of the EDiT paper, nothing is chosen",
+        kind=str,
+        only=(NONE, PAPER),
+    )
+    settings: str | None = _setting(
+        None,
+        "run.json of an earlier run: repeat the settings that it used, also those that it chose",
+        kind=str,
+    )
     warmup_steps: int = _preset(
-        1000, "W, synchronous steps before the first local step", kind=int, within=_STEPS_FROM_0
+        None,
+        "W, synchronous steps before the first local step, or auto: "
+        f"{WARMUP_SHARE:.0%} of the training, at least {AUTO_WARMUP_STEPS} where it is long enough",
+        kind=count_or_auto,
+        within=_STEPS_FROM_0,
     )
     auto: bool = _setting(
         False,
-        "choose tau (a-edit: tau_time), wire type, fragments, delay and outer settings during the "
-        "warm-up, from the measured speed of the links and of the steps: the least expected loss "
-        "at which syncs cost little time. Flags that are given stay (--edit-strategy edit, a-edit)",
+        "choose tau (a-edit: tau_time), wire type, fragments, delay, outer settings, averaged "
+        "moments and final phase during the warm-up, from the measured speed of the links and of "
+        "the steps: the least expected loss at which syncs cost little time. Flags that are given "
+        "stay. On by itself where no flag of these is given (--edit-strategy edit, a-edit)",
     )
     auto_share: float = _setting(
         0.97,
@@ -185,7 +209,7 @@ class Settings:
         within="(0, 1)",
     )
     sync_interval: int = _preset(128, "tau, inner steps between two syncs", kind=int, within=_STEPS)
-    final_sync_fraction: float = _setting(
+    final_sync_fraction: float = _preset(
         0.0,
         "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
         "gradients are averaged at every step, as in the warm-up (with a hub: the parameters after "
@@ -193,10 +217,10 @@ class Settings:
         kind=float,
         within=_SHARE,
     )
-    warmup_dtype: str = _setting(
+    warmup_dtype: str = _preset(
         FP32,
         "data type in which gradients are averaged over the replicas in the warm-up and in the "
-        "final phase; fp32: in Megatron's own type of gradients",
+        "final phase; fp32: in Megatron's own type of gradients; int8 with --edit-auto",
         kind=str,
         only=WARMUP_DTYPES,
     )
@@ -377,16 +401,19 @@ class Settings:
         kind=int,
         within="[1, 64]",
     )
-    average_moments: str = _setting(
+    average_moments: str = _preset(
         NONE,
         "moments of Adam that a sync averages over the replicas, in one byte per element",
         kind=str,
         only=AVERAGED_MOMENTS,
     )
-    average_moments_every: int = _setting(
+    average_moments_every: int = _preset(
         1, "K, syncs between two averages of moments", kind=int, within=_SYNCS
     )
-    scale_beta2: bool = _setting(False, "use beta2^(1/N) as Adam's beta2 during local training")
+    scale_beta2: bool = _setting(
+        False,
+        "use beta2^(1/N) as Adam's beta2 during local training; on with --edit-auto",
+    )
     co2_gap: float = _setting(
         1.0, "co2: Lambda, divisor of the average", kind=float, within=_POSITIVE
     )

@@ -276,11 +276,12 @@ class EventLog:
         for listener in self._listeners:
             listener.on_end(ending)
 
-    def on_choice(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+    def on_choice(self, choice: AutoChoice, last_local_step: int, *, is_resumed: bool) -> None:
         """Print the chosen settings and why, and add them to `run.json`.
 
         Args:
             choice: of the settings of the rounds.
+            last_local_step: before the final synchronous phase, or of the training.
             is_resumed: whether a checkpoint had it.
         """
         if self._placement.is_writer:
@@ -288,6 +289,7 @@ class EventLog:
                 say(f"{line} (of the checkpoint)" if is_resumed else line)
         if self._run is not None:
             self._run.setdefault("choices", []).append(choice.as_json())
+            self._run["training"]["last_local_step"] = last_local_step
             self._is_header_written = False
             self.flush()
 

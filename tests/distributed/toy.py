@@ -187,6 +187,9 @@ class ToyHost:
     def create_moments(self) -> None:
         pass
 
+    def set_final_fraction(self, fraction: float) -> tuple[int, bool]:
+        raise NotImplementedError
+
     def end_local(self) -> int:
         return self.ended_rounds[-1][0]
 
@@ -235,7 +238,7 @@ class Collector:
     def on_message(self, text: str) -> None:
         self.messages.append(text)
 
-    def on_choice(self, choice: AutoChoice, *, is_resumed: bool) -> None:
+    def on_choice(self, choice: AutoChoice, last_local_step: int, *, is_resumed: bool) -> None:
         self.choices.append((choice, is_resumed))
 
     def on_local_message(self, text: str) -> None:

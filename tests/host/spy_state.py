@@ -237,7 +237,7 @@ def record_with_fixed_measurements() -> None:
     """
     import megatron_edit.engine.plan
     import megatron_edit.engine.tuning
-    from megatron_edit.method.auto import num_judged
+    from megatron_edit.method.auto import Measurement, num_judged
 
     plan: Any = megatron_edit.engine.plan
     tuning: Any = megatron_edit.engine.tuning
@@ -248,8 +248,9 @@ def record_with_fixed_measurements() -> None:
     row = tuning.AutoTuner.row
     rates = iter((first, later))
 
-    def measure_constants(self: Any, *measured: float) -> Any:
-        return measure(self, STEP_SECONDS, FORWARD_SECONDS, 0.0, STEP_SECONDS)
+    def measure_constants(self: Any, known: Any) -> Any:
+        averaging = 1e6 / first  # of a million bytes
+        return measure(self, Measurement(STEP_SECONDS, FORWARD_SECONDS, averaging=averaging))
 
     def choose_by_own_steps(self: Any, *args: Any) -> Any:
         seconds = json.loads(os.environ["SPY_FACTORS"])[self.groups.sync.rank]

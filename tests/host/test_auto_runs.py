@@ -57,7 +57,7 @@ def test_measures_and_chooses(tmp_path: Path) -> None:
     assert 1e-3 < measured["step"] < 10 and 1e5 < measured["rate"] < 1e12
     assert 0 < measured["latency"] < 1 and first["since"] == WARMUP
     assert run.syncs[0]["iteration"] == WARMUP + settings["sync_interval"]
-    assert "--edit-auto after step 20: tau " in run.result.ranks[0].stdout
+    assert "chosen after step 20: a sync every " in run.result.ranks[0].stdout
     assert_equal_replicas(run)
 
 
@@ -72,6 +72,49 @@ def test_fast_link_needs_no_compression(tmp_path: Path) -> None:
     assert settings["fragments"] == 2
     assert [sync["iteration"] - WARMUP for sync in run.syncs[:4]] == [4, 8, 12, 16]
     assert_equal_replicas(run)
+
+
+ALONE: Flags = {"edit_auto": None, "edit_warmup_steps": None, "train_iters": 120}
+
+
+def train_alone(folder: Path, **flags: Any) -> EditRun:
+    """Train with `--use-edit` alone and a fast link."""
+    return train(folder, rates=f"{FAST},{FAST}", **ALONE | flags)
+
+
+def test_use_edit_alone_is_repeated_by_its_record(tmp_path: Path) -> None:
+    """The record gives the same losses and parameters without a measurement: would catch a setting
+    that is chosen and not recorded, or recorded and not used."""
+    run = cached_run(train_alone, save_interval=29)
+    (choice,) = choices(run)
+    settings = choice["settings"]
+    assert settings["average_moments"] == "both" and settings["final_sync_fraction"] == 0.05
+    record = json.loads((run.folder / "run.json").read_text())
+    assert record["config"]["warmup_steps"] == WARMUP and record["config"]["scale_beta2"]
+    assert record["training"]["last_local_step"] == 114
+    assert "final synchronous phase after step 114" in run.result.ranks[0].stdout
+    alone = {"edit_warmup_steps": None, "edit_sync_interval": None, "train_iters": 120}
+    again = run_edit(tmp_path, 2, 2, **alone, edit_settings=run.folder / "run.json")
+    assert "chosen after" not in again.result.ranks[0].stdout
+    assert again.lines("loss.jsonl") == run.lines("loss.jsonl")
+    assert again.digests(0) == run.digests(0)
+    assert_same_syncs(run, again)
+
+
+@pytest.mark.parametrize("step", [87, 116])
+def test_chosen_final_phase_is_resumed(tmp_path: Path, step: int) -> None:
+    """From a checkpoint before the phase, and from one within it."""
+    run = cached_run(train_alone, save_interval=29)
+    resumed = train_alone(tmp_path, load=run.folder / "saves", ckpt_step=step)
+    assert choices(resumed) == choices(run)
+    assert_continues(run.folder, tmp_path, step, 2)
+
+
+def test_short_training_has_fixed_settings(tmp_path: Path) -> None:
+    """Too few steps to measure in: a line says so, and rounds begin."""
+    run = run_edit(tmp_path, 2, 2, **ALONE | {"train_iters": 30, "edit_sync_interval": None})
+    assert "30 iterations are too few to measure" in run.result.ranks[0].stdout
+    assert [sync["iteration"] for sync in run.syncs] == [11, 19, 27, 30]
 
 
 def train_with_slower_link(name: str) -> tuple[EditRun, int, Flags]:
@@ -150,7 +193,7 @@ def test_a_edit_chooses_seconds(tmp_path: Path) -> None:
     assert settings["sync_seconds"] == 0.1875 * STEPS_PER_ROUND == 3.0
     assert 0 < settings["delay_steps"] < 12
     assert [sync["inner_steps"] for sync in whole.syncs] == [[24, 12], [24, 12], [48, 24]]
-    assert "tau_time 3 s (about 16 steps)" in whole.result.ranks[0].stdout
+    assert "every 3 s (about 16 steps)" in whole.result.ranks[0].stdout
     assert_equal_replicas(whole)
     saves = whole.folder / "saves"
     kept = read_manifest(saves / "iter_0000038")

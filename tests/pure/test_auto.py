@@ -59,7 +59,7 @@ def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: obje
     return AutoSetting(
         given=EditConfig(auto=True, auto_share=target, **given),  # type: ignore[arg-type]
         unit_numels=units,
-        payload=lambda numel, wire: math.ceil(BYTES[wire] * numel),
+        payload=lambda numel, wire, moments: math.ceil(BYTES[wire] * numel),
         depth=1,
         num_replicas=2,
     )
@@ -511,7 +511,7 @@ def test_choice_is_from_the_values_of_all_records(strategy: str) -> None:
     uneven = [0.1, 0.3] * (MEASURED_STEPS // 2)
     rows = [row_of(4e5, 0.03, 0.2, *uneven), row_of(2e5, 0.01, 0.3), row_of(8e5, 0.02, 0.1)]
     found, tuner = choice_from(rows, strategy=strategy)
-    work = {wire: 0.3 / 1e6 for wire in tuner._wires}
+    work = {wire: 0.3 / 1e6 for wire in tuner._worked}
     wait = mean_wait([row[-MEASURED_STEPS:] for row in rows])
     step = 0.2 if strategy == "a-edit" else 0.3
     expected = Measurement(step, 0.025, 2e5, 0.03, work, wait, 0.3)

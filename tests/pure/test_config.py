@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig, add_arguments, phase_warning
+from megatron_edit.constants import AUTO_WARMUP_STEPS, WARMUP_SHARE
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, endpoint_text, flag, parse_endpoint, preset_of
 from megatron_edit.method.auto import auto_settings
@@ -21,7 +24,7 @@ from megatron_edit.method.strategy import STRATEGIES
 FROZEN = {
     "use_edit": False, "num_replicas": None, "placement": "hosts", "replica_id": None,
     "rendezvous": None,
-    "strategy": "edit", "warmup_steps": 1000, "sync_interval": 128, "sync_seconds": 600.0,
+    "strategy": "edit", "warmup_steps": None, "sync_interval": 128, "sync_seconds": 600.0,
     "min_round_steps": 100, "step_weight": 0.0, "outer_lr": 0.8, "outer_momentum": 0.85,
     "anomaly_threshold": 3.0, "anomaly_alpha": 0.02, "anomaly_warmup_syncs": 20,
     "anomaly_patience": 3, "loss_threshold": 6.0,
@@ -37,15 +40,18 @@ FROZEN = {
     "final_sync_fraction": 0.0, "stl_stages": 3, "hub": None, "replica_name": None,
     "nominal_replicas": None, "min_replicas": 1, "hub_token_file": None, "telemetry": False,
     "metrics_port": None, "mlflow_experiment": None, "auto": False, "auto_share": 0.97,
+    "preset": "none", "settings": None,
 }  # fmt: skip
 
 
 # All that `--edit-auto` can choose.
 EVERYTHING = (
     "--edit-sync-interval 64 --edit-sync-dtype int8 --edit-fragments 1 --edit-delay-steps 0 "
+    "--edit-average-moments none --edit-average-moments-every 1 --edit-final-sync-fraction 0 "
     "--edit-outer-lr 0.8 --edit-outer-momentum 0.85"
 )
 TIMED_EVERYTHING = EVERYTHING.replace("--edit-sync-interval", "--edit-sync-seconds")
+TIMED_EVERYTHING = TIMED_EVERYTHING.replace("--edit-final-sync-fraction 0 ", "")
 
 BAD = [
     "--edit-sync-interval 0",
@@ -132,7 +138,7 @@ BAD = [
     "--edit-num-replicas 2 --edit-replica-id 2 --edit-rendezvous localhost:29400",
     "--edit-num-replicas 2 --edit-replica-id -1 --edit-rendezvous localhost:29400",
     "--edit-replica-id 0 --edit-rendezvous localhost:29400",
-    "--edit-auto-share 0.9",
+    "--edit-sync-interval 64 --edit-auto-share 0.9",
     "--edit-auto --edit-auto-share 0",
     "--edit-auto --edit-auto-share 1",
     "--edit-auto --edit-strategy diloco",
@@ -143,9 +149,10 @@ BAD = [
     "--edit-auto --edit-hub localhost:29400 --edit-nominal-replicas 2",
     "--edit-auto --edit-interval qsr --edit-qsr-a 0.01",
     "--edit-auto --edit-interval stl",
-    "--edit-auto --edit-inner-state leader",
-    "--edit-auto --edit-inner-state reset",
-    "--edit-auto --edit-check-commits",
+    "--edit-auto --edit-preset paper",
+    "--edit-preset paper --edit-strategy diloco",
+    "--edit-preset none-such",
+    "--edit-settings no/such/file",
     "--edit-auto --edit-warmup-steps 19",
     f"--edit-auto {EVERYTHING}",
     f"--edit-auto --optimizer muon {EVERYTHING.partition(' --edit-outer')[0]}",
@@ -173,7 +180,7 @@ def test_strategy_presets_do_not_repeat_defaults() -> None:
 
 def test_training_that_ends_in_warmup_gives_warning() -> None:
     """Training must be longer than the warm-up, except with ddp, whose warm-up never ends."""
-    config = EditConfig(use_edit=True)
+    config = EditConfig(use_edit=True, warmup_steps=1000)
     warning = phase_warning(config, 1000)
     assert warning is not None and "1000 iterations" in warning
     assert phase_warning(config, 1128) is None
@@ -205,21 +212,97 @@ def test_every_number_has_bounds() -> None:
 
 def test_given_flags_are_not_chosen() -> None:
     """Catches a flag that `--edit-auto` overrides, also one that is given its usual value."""
-    assert config_from_argv(["--use-edit"]).open_settings == ()
     for strategy, everything in (("edit", EVERYTHING), ("a-edit", TIMED_EVERYTHING)):
         words = ["--use-edit", "--edit-auto", "--edit-strategy", strategy]
         names = auto_settings(strategy)
-        assert config_from_argv(words).open_settings == names and len(names) == 6
+        assert config_from_argv(words).open_settings == names
+        assert len(names) == (9 if strategy == "edit" else 8)
         for group in everything.split(" --"):
             name, value = group.removeprefix("--").split()
             left = config_from_argv([*words, f"--{name}", value]).open_settings
             assert list(left) == [other for other in names if flag(other) != f"--{name}"], name
 
 
+def test_use_edit_alone_chooses_and_an_experiment_does_not() -> None:
+    """Catches a flag of an experiment that is ignored, also one with its usual value."""
+    alone = config_from_argv(["--use-edit"])
+    assert alone.auto and alone.open_settings == auto_settings("edit")
+    assert alone.scale_beta2 and alone.warmup_dtype == "int8"
+    kept = ("--edit-num-replicas 2", "--edit-warmup-steps 20", "--edit-final-sync-fraction 0.1",
+            "--edit-inner-state leader", "--edit-check-commits", "--edit-strategy a-edit")  # fmt: skip
+    for words in kept:
+        assert config_from_argv(["--use-edit", *words.split()]).auto, words
+    fixed = (*("--" + group.removeprefix("--") for group in EVERYTHING.split(" --")
+               if "final" not in group),
+             "--edit-scale-beta2", "--edit-strategy a-edit --edit-sync-seconds 60",
+             "--edit-strategy diloco", "--edit-interval stl", "--edit-preset paper",
+             "--edit-warmup-steps 19")  # fmt: skip
+    for words in fixed:
+        config = config_from_argv(["--use-edit", *words.split()])
+        assert not config.auto and config.open_settings == (), words
+        assert config.warmup_dtype == "fp32" and config.scale_beta2 == ("beta2" in words)
+    assert config_from_argv(["--use-edit", "--edit-hub", "h:1", "--edit-replica-name", "a",
+                             "--edit-nominal-replicas", "2"]).warmup_dtype == "fp32"  # fmt: skip
+    sgd = config_from_argv(["--use-edit", "--optimizer", "sgd"])
+    assert not sgd.scale_beta2 and "average_moments" not in sgd.open_settings
+
+
+def test_warmup_follows_the_length_of_the_training() -> None:
+    """A share of it, with steps to measure in; a training that is too short has fixed settings."""
+    alone = config_from_argv(["--use-edit"])
+    for iterations in (80, 400, 1000, 100_000):
+        config, line = alone.for_training(iterations)
+        expected = max(AUTO_WARMUP_STEPS, round(WARMUP_SHARE * iterations))
+        assert (config.warmup_steps, line) == (expected, None)
+        assert config.auto and config.open_settings == alone.open_settings
+    for iterations, warmup, tau in ((79, 8, 8), (10, 1, 8), (3, 1, 2), (2, 1, 1)):
+        config, line = alone.for_training(iterations)
+        assert (config.warmup_steps, config.sync_interval) == (warmup, tau)
+        assert not config.auto and config.sync_dtype == "int8" and config.outer_momentum == 0.6
+        assert line is not None and f"{iterations} iterations are too few" in line
+        assert warmup + tau <= iterations
+    with pytest.raises(UsageError, match="--train-iters 1: must be at least 2"):
+        alone.for_training(1)
+    fixed = config_from_argv(["--use-edit", "--edit-sync-interval", "4"])
+    assert fixed.for_training(20)[0].warmup_steps == round(WARMUP_SHARE * 20)
+    assert fixed.for_training(2)[0].warmup_steps == 1
+    kept = config_from_argv(["--use-edit", "--edit-warmup-steps", "50"])
+    assert kept.for_training(60) == (kept, None)
+    paper = config_from_argv(["--use-edit", "--edit-preset", "paper"])
+    assert paper.warmup_steps == 1000 and paper.weight_temperature == 1.0
+    assert (paper.sync_interval, paper.sync_dtype, paper.outer_lr) == (128, "fp32", 0.8)
+
+
+def test_recorded_settings_are_repeated(tmp_path: Path) -> None:
+    """All that affects the numbers, as chosen last; not the places and names of the run."""
+    first, _ = config_from_argv(["--use-edit", "--edit-clip", "5", "--edit-num-replicas", "4",
+                                 "--edit-log-dir", "x"]).for_training(1000)  # fmt: skip
+    chosen = {"sync_interval": 32, "sync_dtype": "int4", "delay_steps": 2, "fragments": 3,
+              "outer_lr": 0.9, "outer_momentum": 0.5, "sync_seconds": 7.0, "average_moments": "both",
+              "average_moments_every": 4, "final_sync_fraction": 0.02}  # fmt: skip
+    record = {"config": dataclasses.asdict(first), "choices": [{"settings": {}}]}
+    record["choices"] = [{"settings": chosen | {"sync_interval": 8}}, {"settings": chosen}]
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(record))
+    words = ["--use-edit", "--edit-num-replicas", "2", "--edit-settings", str(path)]
+    again = config_from_argv(words)
+    for name, value in chosen.items():
+        assert getattr(again, name) == (600.0 if name == "sync_seconds" else value)
+    assert again.warmup_steps == first.warmup_steps and again.warmup_dtype == "int8"
+    assert again.scale_beta2 and again.clip == 5 and not again.auto
+    assert again.num_replicas == 2 and again.log_dir is None
+    assert config_from_argv([*words, "--edit-sync-interval", "64"]).sync_interval == 64
+    for text in ("", "[]", "{}", '{"config": 3}', '{"config": {"strategy": "edit"}, "choices": 1}'):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="must be the run.json of an earlier run"):
+            config_from_argv(words)
+
+
 def test_muon_keeps_its_outer_settings() -> None:
     """The tables of outer settings by interval were measured with Adam."""
     config = config_from_argv(["--use-edit", "--edit-auto", "--optimizer", "muon"])
-    assert config.open_settings == ("sync_interval", "sync_dtype", "fragments", "delay_steps")
+    assert not {"outer_lr", "outer_momentum"} & set(config.open_settings)
+    assert config.open_settings[:4] == ("sync_interval", "sync_dtype", "fragments", "delay_steps")
     assert (config.outer_lr, config.outer_momentum) == (0.9, 0.6)
 
 
@@ -236,7 +319,7 @@ def test_refusals_of_auto_name_their_reason() -> None:
     words = ["--use-edit", "--edit-auto"]
     for more, reason in (
         ("--edit-strategy diloco", "tables of expected losses are those of EDiT"),
-        ("--edit-check-commits", "--edit-auto, --edit-check-commits: cannot be used together"),
+        ("--edit-preset paper", "--edit-auto, --edit-preset paper: cannot be used together"),
         ("--edit-interval stl", "it chooses a fixed interval"),
         ("--edit-warmup-steps 19", "at least 20 steps of the warm-up; give --edit-warmup-steps 20"),
         (EVERYTHING, "everything that it chooses is given"),

@@ -121,8 +121,8 @@ def test_choices_are_added_to_run_json(tmp_path: Path, capsys: pytest.CaptureFix
     before = json.loads((tmp_path / "run.json").read_text())
     capsys.readouterr()
     for log in logs:
-        log.on_choice(choice_of(16), is_resumed=False)
-        log.on_choice(choice_of(64), is_resumed=True)
+        log.on_choice(choice_of(16), 90, is_resumed=False)
+        log.on_choice(choice_of(64), 90, is_resumed=True)
     after = json.loads((tmp_path / "run.json").read_text())
     assert [AutoChoice.from_json(each) for each in after.pop("choices")] == [
         choice_of(16), choice_of(64),
@@ -139,7 +139,7 @@ def test_choice_survives_full_disk(tmp_path: Path) -> None:
     path, aside = tmp_path / "run.json", tmp_path.with_name("aside")
     tmp_path.rename(aside)
     tmp_path.write_text("no folder")
-    log.on_choice(choice_of(16), is_resumed=False)
+    log.on_choice(choice_of(16), 90, is_resumed=False)
     tmp_path.unlink()
     aside.rename(tmp_path)
     step([log], 1)

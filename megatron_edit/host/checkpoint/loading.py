@@ -21,7 +21,7 @@ from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
 from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import EditConfig
+from megatron_edit.config import DEPLOYMENT, EditConfig
 from megatron_edit.constants import ALL, RESET
 from megatron_edit.engine import (
     EditEngine,
@@ -58,7 +58,7 @@ from megatron_edit.host.checkpoint.replica_local import (
 from megatron_edit.host.model.counters import last_local_iteration
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
-from megatron_edit.method.auto import auto_settings
+from megatron_edit.method.auto import AutoChoice, auto_settings
 from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.loss_check import LossHistory
 from megatron_edit.method.strategy import STRATEGIES
@@ -110,7 +110,7 @@ class LoadControl:
     """
 
     def __init__(self, config: EditConfig, world: ReplicaWorld, redirection: Redirection) -> None:
-        self._config = config
+        self.config = config
         self._world = world
         self._redirection = redirection
         self._choice: Choice | None = None
@@ -185,6 +185,8 @@ class LoadControl:
         if entry.is_waiting:
             host.counters.set_pending_schedule(entry.pending_schedule)
         if manifest.is_warmup:
+            if manifest.choice is not None and engine.settings.given.auto:  # of the final phase
+                engine.use(AutoChoice.from_json(manifest.choice), is_resumed=True)
             residuals = self._gradient_residuals(engine, host, pieces, resume)
             engine.start(entry.step, manifest.round, residuals)
         else:
@@ -195,7 +197,7 @@ class LoadControl:
             load_streams(resume.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
         if place.global_rank == 0:
             say(summary_of(resume.choice, manifest, plan, place.num_replicas))
-            if (changes := changed_settings(manifest, self._config)) is not None:
+            if (changes := changed_settings(manifest, self.config)) is not None:
                 say(changes)
 
     def _check(self, engine: EditEngine, host: MegatronHost, choice: Choice) -> None:
@@ -222,9 +224,10 @@ class LoadControl:
         if choice is None or parameters_only(args) or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
-        iterations = last_local_iteration(args, self._config.averaged_fraction)
-        run = resuming_run(self._config, replicas, args, iterations)
-        plan = checked_plan(choice.path, choice.manifest, run, self._config.warmup_steps)
+        fraction = averaged_fraction(self.config, choice.manifest)
+        iterations = last_local_iteration(args, fraction)
+        run = resuming_run(self.config, replicas, args, iterations)
+        plan = checked_plan(choice.path, choice.manifest, run, self.config.warmup_steps)
         assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"
         return _Resume(choice, choice.iteration, choice.manifest, plan, call)
 
@@ -297,7 +300,7 @@ class LoadControl:
             own = plan.entries[where.replica if plan.continues else 0]
             if not (plan.continues and own.is_waiting):  # these are ahead of their position
                 host.counters.set_schedule(own.schedule_position)
-            if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.continues):
+            if self.config.inner_state == RESET and not (manifest.is_mid_round and plan.continues):
                 host.reset_moments()
 
         unfinished = None
@@ -431,6 +434,13 @@ def resuming_run(
     )
 
 
+def averaged_fraction(config: EditConfig, manifest: Manifest) -> float:
+    """`Settings.averaged_fraction` with the choice of the checkpoint, if it has one."""
+    if manifest.choice is None or "final_sync_fraction" not in config.open_settings:
+        return config.averaged_fraction
+    return AutoChoice.from_json(manifest.choice).settings.final_sync_fraction
+
+
 def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
     """Plan how `run` resumes from the checkpoint at `path`.
 
@@ -447,20 +457,10 @@ def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps:
 # ---- Messages about a resume
 
 
-# Settings of the deployment, without effect on the numbers of a training.
-_WITHOUT_EFFECT = frozenset(
-    ("use_edit", "num_replicas", "placement", "replica_id", "rendezvous", "log_dir", "device",
-     "inner_state", "log_units_to_tensorboard", "digest_interval", "timeout_seconds", "sync_mode",
-     "sync_backend", "sync_net", "prefetch_units", "offload", "check_commits", "hub",
-     "replica_name", "nominal_replicas", "min_replicas", "hub_token_file", "telemetry",
-     "metrics_port", "mlflow_experiment")
-)  # fmt: skip
-
-
 def training_settings(config: EditConfig) -> dict[str, object]:
     """Return the settings that affect the numbers of a training, for a manifest."""
     settings = dataclasses.asdict(config)
-    return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
+    return {name: value for name, value in settings.items() if name not in DEPLOYMENT}
 
 
 def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:

@@ -156,6 +156,15 @@ class TrainingCounters:
         """Whether there is an iteration in the final synchronous phase."""
         return self.last_local_iteration < self.loop.train_iters
 
+    def set_final_fraction(self, fraction: float) -> tuple[int, bool]:
+        """Set the fraction of the final synchronous phase, before it begins.
+
+        Returns:
+            The last step before it, and whether there is such a phase.
+        """
+        self.last_local_iteration = last_local_iteration(self._args, fraction)
+        return self.last_local_step, self.has_final_phase
+
     def progress(self, optimizers: Sequence[InnerOptimizer]) -> Progress:
         """Return the progress of training from Megatron's iteration and learning-rate schedule.
 

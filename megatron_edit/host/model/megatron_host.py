@@ -329,6 +329,10 @@ class MegatronHost:
         """Let Megatron's loop run at this replica's own speed from now on."""
         self.counters.begin_local(is_over=is_over)
 
+    def set_final_fraction(self, fraction: float) -> tuple[int, bool]:
+        """See `engine.host.Host`."""
+        return self.counters.set_final_fraction(fraction)
+
     def end_local(self) -> int:
         """End training at this replica's own speed; return the steps that all replicas count."""
         return self.counters.end_local()

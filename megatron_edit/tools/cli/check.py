@@ -219,7 +219,7 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     if checked.device == CPU:
         yield "checked as a run on CPU: this machine has no GPU, or --edit-device cpu is given"
     if place is not None:
-        yield from _remarks(config, args, checked.sync_mode == OVERLAP)
+        yield from _remarks(checked.config, args, checked.sync_mode == OVERLAP)
     if checked.unknown:
         yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
 

@@ -414,7 +414,8 @@ class Job:
             words = [*without(words, {flag("auto"), *chosen}), flag("auto")]
         if strategy != given.strategy:  # flags given for another strategy may not apply
             words = _compatible_flags(words, strategy)
-        config, num_units = config_from_argv(words), len(self.architecture.unit_names)
+        config, _ = config_from_argv(words).for_training(self.num_iterations or 0)
+        num_units = len(self.architecture.unit_names)
         if config.fragments > num_units:
             rule = f"the model has {num_units} units, and every fragment needs one"
             given_value = f"{flag('fragments')} {config.fragments}"

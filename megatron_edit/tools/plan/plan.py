@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from megatron_edit.comm.wire import unit_bytes
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import INT8, MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
 from megatron_edit.errors import UsageError
@@ -38,7 +39,6 @@ from megatron_edit.tools.plan.costs import (
     gradient_traffic,
     lands_in_forward,
     local_work,
-    shard_bytes,
     stock_cost,
     stock_parts,
     stock_traffic,
@@ -227,7 +227,7 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
     rules = AutoSetting(
         given=config,
         unit_numels=numels,
-        payload=lambda numel, wire: shard_bytes(job, config, wire, numel),
+        payload=partial(unit_bytes, size=job.mesh.num_replicas),
         depth=config.prefetch_units if lands_in_forward(job, config) else 1,
         num_replicas=job.mesh.num_replicas,
     )
@@ -243,6 +243,7 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         rate=1 / max(seconds_per_byte, setting.machine.per_wire_byte),
         latency=setting.link.latency,
         work=dict.fromkeys(WIRE_LOSS, sum(map(work_of, numels)) / sum(numels)),
+        averaging=synchronous_cost(job, config, setting).exposed,
     )
     return choose(rules, measured, config.warmup_steps, local_steps)
 
