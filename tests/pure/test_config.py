@@ -15,6 +15,7 @@ from megatron_edit.config import EditConfig, add_arguments, phase_warning
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, endpoint_text, flag, parse_endpoint, preset_of
 from megatron_edit.method.auto import auto_settings
+from megatron_edit.method.settings import GROUPS
 from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
@@ -267,8 +268,16 @@ def test_flags_can_be_added_to_another_parser() -> None:
     parsed = parser.parse_args([])
     for spec in dataclasses.fields(EditConfig):
         assert getattr(parsed, attribute(spec.name)) == spec.default
+    assert parser.parse_args(["--edit-clip", "5"]).edit_clip == 5.0  # not in the help
     help_text = parser.format_help()
-    assert all(flag(spec.name) in help_text for spec in dataclasses.fields(EditConfig))
+    for spec in dataclasses.fields(EditConfig):
+        assert (f"{flag(spec.name)} " in help_text) == spec.metadata["is_common"], spec.name
+    assert "megatron-edit flags lists all" in help_text
+
+
+def test_settings_are_in_groups() -> None:
+    """Would catch a group without flags, whose title help and documents would not show."""
+    assert {spec.metadata["group"] for spec in dataclasses.fields(EditConfig)} == set(GROUPS)
 
 
 @pytest.mark.parametrize(
