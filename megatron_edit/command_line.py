@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +16,11 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import RESERVED_PREFIXES, attribute, flag, format_value, preset_of
 
 OPTIMIZER = "--optimizer"  # a flag of Megatron
-_OTHERS = (
-    "Megatron's own flags: python SCRIPT --help, without the plugin (where that fails, as with "
-    "megatron-core 0.19.2: megatron/training/arguments.py)"
+USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
+_ABOUT = (
+    "Train with EDiT replicas: Megatron's training script under the plugin. Megatron's own flags: "
+    "python SCRIPT --help, without the plugin (where that fails, as with megatron-core 0.19.2: "
+    "megatron/training/arguments.py)."
 )
 
 
@@ -27,27 +30,24 @@ class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse's message: "argument --edit-clip: invalid float value: 'abc'"
         subject, _, rule = message.removeprefix("argument ").partition(": ")
-        raise UsageError(subject, rule or message, "see the table of flags in docs/flags.md")
+        raise UsageError(subject, rule or message, "see megatron-edit flags")
 
 
 def has_help_flag(argv: Sequence[str]) -> bool:
     """Whether `-h` or `--help` is among the arguments before a bare `--`, if there is one."""
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    return not {"-h", "--help"}.isdisjoint(words[:end])
+    return not {"-h", "--help"}.isdisjoint(takewhile("--".__ne__, argv))
 
 
-def help_text(usage: str) -> str:
-    """Return the help text: how to launch, and the flags of this package.
+def help_text(*, shows_all: bool = False) -> str:
+    """Return the help text: how to launch, and the common flags of this package, or all.
 
     Megatron's flags are left out: building its parser takes torch, and that of megatron-core 0.19.2
     fails to print its help because of an unescaped percent sign.
     """
-    about = "Train with EDiT replicas: Megatron's training script under the plugin."
     parser = argparse.ArgumentParser(
-        usage=usage, description=about, epilog=_OTHERS, add_help=False, allow_abbrev=False
+        usage=USAGE, description=_ABOUT, add_help=False, allow_abbrev=False
     )
-    return add_arguments(parser).format_help()
+    return add_arguments(parser, shows_all=shows_all).format_help()
 
 
 def config_from_argv(argv: Sequence[str]) -> EditConfig:
@@ -107,7 +107,7 @@ def _refuse_unknown(word: str) -> None:
         return
     names = [flag(spec.name) for spec in dataclasses.fields(EditConfig)]
     close = difflib.get_close_matches(word, names, n=1)
-    remedy = f"did you mean {close[0]}?" if close else "see the table of flags in docs/flags.md"
+    remedy = f"did you mean {close[0]}?" if close else "see megatron-edit flags"
     raise UsageError(word, "no such flag", remedy)
 
 

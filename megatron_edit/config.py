@@ -32,10 +32,10 @@ from megatron_edit.constants import (
     WARMUP_SHARE,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import default_text, flag, format_value, parse_endpoint, preset_of
+from megatron_edit.flags import UNSET, default_text, flag, format_value, parse_endpoint, preset_of
 from megatron_edit.method.auto import AUTO_SETTINGS, auto_settings
 from megatron_edit.method.schedule import last_local as last_local_of
-from megatron_edit.method.settings import Settings, in_words, is_within
+from megatron_edit.method.settings import GROUPS, Settings, in_words, is_within
 from megatron_edit.method.strategy import (
     STRATEGIES,
     USUAL_LR,
@@ -44,7 +44,6 @@ from megatron_edit.method.strategy import (
 )
 from megatron_edit.refusals import SETTINGS_ROWS, Values, refuse
 
-_WITHOUT_DEFAULT = ("num_replicas", "replica_id", "nominal_replicas", "metrics_port")
 # Settings of the deployment, without effect on the numbers of a training.
 DEPLOYMENT = frozenset(
     ("use_edit", "num_replicas", "placement", "replica_id", "rendezvous", "log_dir", "device",
@@ -218,17 +217,27 @@ def recorded_settings(path: Path) -> dict[str, Any]:
     return {n: value for n, value in found.items() if n in names} | {"auto": False}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `--use-edit` and `--edit-*` flags to a parser and return it."""
-    group = parser.add_argument_group("EDiT (megatron_edit)")
+def add_arguments(
+    parser: argparse.ArgumentParser, *, shows_all: bool = False
+) -> argparse.ArgumentParser:
+    """Add the `--use-edit` and `--edit-*` flags to a parser, in groups, and return it.
+
+    Args:
+        shows_all: whether the parser's help lists all flags, or the common ones.
+    """
+    groups = {name: parser.add_argument_group(f"EDiT: {GROUPS[name]}") for name in GROUPS}
     for spec in dataclasses.fields(EditConfig):
-        doc = _help_on(spec).replace("%", "%%")
-        if spec.metadata["kind"] is None:
+        is_shown = shows_all or spec.metadata["is_common"]
+        doc = _help_on(spec).replace("%", "%%") if is_shown else argparse.SUPPRESS
+        group, kind = groups[spec.metadata["group"]], spec.metadata["kind"]
+        if kind is None:
             group.add_argument(flag(spec.name), action="store_true", help=doc)
         else:
             group.add_argument(
-                flag(spec.name), type=spec.metadata["kind"], default=spec.default, help=doc
+                flag(spec.name), type=kind, default=spec.default, metavar="VALUE", help=doc
             )
+    if not shows_all:
+        parser.add_argument_group("EDiT: other flags", "megatron-edit flags lists all")
     return parser
 
 
@@ -310,9 +319,8 @@ def check_ranges(config: EditConfig) -> None:
         within, value = spec.metadata["within"], getattr(config, spec.name)
         if within is not None and value is not None and not is_within(value, within):
             number = "" if isinstance(value, int) else "a finite number "
-            remedy = "give another value"
-            if spec.name not in _WITHOUT_DEFAULT:
-                remedy = f"the default is {default_text(spec)}"
+            usual = default_text(spec)
+            remedy = "give another value" if usual == UNSET else f"the default is {usual}"
             raise UsageError(
                 f"{flag(spec.name)} {value}", f"must be {number}{in_words(within)}", remedy
             )

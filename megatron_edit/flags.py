@@ -11,6 +11,7 @@ from megatron_edit.constants import ADAM, AUTO
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
+UNSET = "not set"  # in the place of a default
 _HOST_NAME = re.compile(r"[\w.-]+")
 USE_EDIT, PREFIX = "--use-edit", "--edit-"
 FLAG_PREFIXES = (USE_EDIT, PREFIX)
@@ -54,8 +55,8 @@ def preset_of(spec: dataclasses.Field[Any], strategy: str, inner_optimizer: str)
 def default_text(spec: dataclasses.Field[Any]) -> str:
     """Describe the default of a setting, and the presets of strategies and inner optimizers."""
     if "usual" not in spec.metadata:
-        unset = AUTO if AUTO in spec.metadata["doc"] else "not set"
-        return format_value(spec.default, none=spec.metadata.get("none", unset))
+        unset = AUTO if AUTO in spec.metadata["doc"] else UNSET
+        return format_value(spec.default, none=spec.metadata["none"] or unset)
     usual = preset_of(spec, "edit", ADAM)
     others = [
         f"{strategy.name} {strategy.presets[spec.name]}"

@@ -13,13 +13,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.command_line import config_from_argv, has_help_flag, help_text, training_script
+from megatron_edit.command_line import (
+    USAGE,
+    config_from_argv,
+    has_help_flag,
+    help_text,
+    training_script,
+)
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import AUTO, GRACE_SECONDS
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.launched import launched
-
-USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     is_first = is_first_rank()
     if has_help_flag(argv):
         if is_first:
-            sys.stdout.write(help_text(USAGE))
+            sys.stdout.write(help_text())
         return 0
     try:
         script, config = _read(argv)

@@ -5,11 +5,11 @@
 
 `record` writes one text file for each surface: the pages docs/events.md and docs/flags.md, the
 help of `megatron-edit` and its subcommands, the JSON of `plan`, `compare`, `inspect` and `doctor`,
-and the output of `check`, `report` and `watch`. The inputs are fixed: the flags of configs/, the
-checkpoint in tests/fixtures/, and synthetic event files (`made_up_events.py`). The package in
-CHECKOUT runs in separate processes, so the same script works with versions whose modules are at
-other places. Values that depend on machine and time are replaced; of the output of `doctor` only
-keys and types are recorded. `--only` takes prefixes of names.
+and the output of `flags`, `check`, `report` and `watch`. The inputs are fixed: the flags of
+configs/, the checkpoint in tests/fixtures/, and synthetic event files (`made_up_events.py`). The
+package in CHECKOUT runs in separate processes, so the same script works with versions whose modules
+are at other places. Values that depend on machine and time are replaced; of the output of `doctor`
+only keys and types are recorded. `--only` takes prefixes of names.
 
 `compare` prints the first difference of each surface, and exits with 1 if there is any. Pictures
 are not compared. Where they may have changed, open the pages in the folder `pages` of both records
@@ -40,8 +40,8 @@ from megatron_edit.errors import UsageError
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKPOINT = REPOSITORY / "tests" / "fixtures" / "checkpoint_00d2a33" / "checkpoint.tar.xz"
 MAIN = "from megatron_edit.tools.cli import main; raise SystemExit(main())"
-SUBCOMMANDS = ("init", "check", "plan", "patch", "doctor", "inspect", "report", "watch", "compare",
-               "hub")  # fmt: skip
+SUBCOMMANDS = ("init", "flags", "check", "plan", "patch", "doctor", "inspect", "report", "watch",
+               "compare", "hub")  # fmt: skip
 DOCUMENTS = ("events.md", "flags.md")
 PAGES = "pages"
 SCRIPT, LAUNCHER = "train.py", "launcher"
@@ -102,6 +102,7 @@ class Surface:
 def make_surfaces() -> Iterator[Surface]:
     """Yield all surfaces that are output of commands."""
     yield Surface("help", "--help")
+    yield Surface("flags", "flags")
     for name in SUBCOMMANDS:
         yield Surface(f"help-{name}", f"{name} --help")
     for path in sorted((REPOSITORY / "configs").glob("*.args")):

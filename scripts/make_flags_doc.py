@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +23,7 @@ from script_errors import exit_code_of
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import AUTO
 from megatron_edit.flags import default_text, flag
-from megatron_edit.method.settings import in_words
+from megatron_edit.method.settings import GROUPS, in_words
 from megatron_edit.refusals import TABLE
 
 TARGET = REPOSITORY / "docs" / "flags.md"
@@ -37,11 +37,10 @@ These flags go on the command line of the training script, after Megatron's own.
 version does not support is refused with exit code 2, and so is any `--edit-*` flag without
 `--use-edit` that differs from its default (`--edit-device` also works with plain Megatron). N, W,
 tau and the other letters are defined in [glossary.md](glossary.md#letters).
-[Combinations](#refused-combinations) that are refused are at the end.
-
-| flag | default | accepted values | meaning |
-|---|---|---|---|
+[Combinations](#refused-combinations) that are refused are at the end. The help of a launch
+(`python -m megatron_edit --help`) lists the common flags; `megatron-edit flags` lists all.
 """
+FLAGS_HEAD = "| flag | default | accepted values | meaning |\n|---|---|---|---|\n"
 REFUSED = """
 ## Refused combinations
 
@@ -90,11 +89,23 @@ def accepted(spec: dataclasses.Field[Any]) -> str:
     return ", ".join(as_code(value) for value in only)
 
 
-def table_lines() -> Iterator[str]:
-    """Yield a line per flag."""
-    for spec in dataclasses.fields(EditConfig):
+def table(title: str, specs: Iterable[dataclasses.Field[Any]]) -> Iterator[str]:
+    """Yield a title and a table with a line per flag."""
+    yield f"\n{title}\n\n{FLAGS_HEAD}"
+    for spec in specs:
         meaning = spec.metadata["doc"].replace("|", "\\|")
         yield f"| `{flag(spec.name)}` | {default_cell(spec)} | {accepted(spec)} | {meaning} |\n"
+
+
+def flag_lines() -> Iterator[str]:
+    """Yield a table of the common flags of all groups, then a table of the others per group."""
+    specs = [s for name in GROUPS for s in dataclasses.fields(EditConfig)
+             if s.metadata["group"] == name]  # fmt: skip
+    yield from table("## Common flags", (s for s in specs if s.metadata["is_common"]))
+    others = (s for s in specs if not s.metadata["is_common"])
+    yield "\n## Other flags\n"
+    for name, same in groupby(others, lambda spec: spec.metadata["group"]):
+        yield from table(f"### {GROUPS[name].capitalize()}", same)
 
 
 def refused_lines() -> Iterator[str]:
@@ -124,7 +135,7 @@ def pair_lines() -> Iterator[str]:
 
 def page() -> str:
     """Return the page."""
-    return "".join((HEAD, *table_lines(), REFUSED, *refused_lines(), *pair_lines()))
+    return "".join((HEAD, *flag_lines(), REFUSED, *refused_lines(), *pair_lines()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

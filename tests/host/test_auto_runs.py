@@ -93,7 +93,7 @@ def test_use_edit_alone_is_repeated_by_its_record(tmp_path: Path) -> None:
     assert record["config"]["warmup_steps"] == WARMUP and record["config"]["scale_beta2"]
     assert record["training"]["last_local_step"] == 114
     assert "final synchronous phase after step 114" in run.result.ranks[0].stdout
-    alone = {"edit_warmup_steps": None, "edit_sync_interval": None, "train_iters": 120}
+    alone: Flags = {"edit_warmup_steps": None, "edit_sync_interval": None, "train_iters": 120}
     again = run_edit(tmp_path, 2, 2, **alone, edit_settings=run.folder / "run.json")
     assert "chosen after" not in again.result.ranks[0].stdout
     assert again.lines("loss.jsonl") == run.lines("loss.jsonl")

@@ -18,6 +18,7 @@ from megatron_edit.constants import AUTO_WARMUP_STEPS, WARMUP_SHARE
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, endpoint_text, flag, parse_endpoint, preset_of
 from megatron_edit.method.auto import auto_settings
+from megatron_edit.method.settings import GROUPS
 from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
@@ -228,8 +229,14 @@ def test_use_edit_alone_chooses_and_an_experiment_does_not() -> None:
     alone = config_from_argv(["--use-edit"])
     assert alone.auto and alone.open_settings == auto_settings("edit")
     assert alone.scale_beta2 and alone.warmup_dtype == "int8"
-    kept = ("--edit-num-replicas 2", "--edit-warmup-steps 20", "--edit-final-sync-fraction 0.1",
-            "--edit-inner-state leader", "--edit-check-commits", "--edit-strategy a-edit")  # fmt: skip
+    kept = (
+        "--edit-num-replicas 2",
+        "--edit-warmup-steps 20",
+        "--edit-final-sync-fraction 0.1",
+        "--edit-inner-state leader",
+        "--edit-check-commits",
+        "--edit-strategy a-edit",
+    )
     for words in kept:
         assert config_from_argv(["--use-edit", *words.split()]).auto, words
     fixed = (*("--" + group.removeprefix("--") for group in EVERYTHING.split(" --")
@@ -278,8 +285,8 @@ def test_recorded_settings_are_repeated(tmp_path: Path) -> None:
     first, _ = config_from_argv(["--use-edit", "--edit-clip", "5", "--edit-num-replicas", "4",
                                  "--edit-log-dir", "x"]).for_training(1000)  # fmt: skip
     chosen = {"sync_interval": 32, "sync_dtype": "int4", "delay_steps": 2, "fragments": 3,
-              "outer_lr": 0.9, "outer_momentum": 0.5, "sync_seconds": 7.0, "average_moments": "both",
-              "average_moments_every": 4, "final_sync_fraction": 0.02}  # fmt: skip
+              "outer_lr": 0.9, "outer_momentum": 0.5, "sync_seconds": 7.0,
+              "average_moments": "both", "average_moments_every": 4, "final_sync_fraction": 0.02}  # fmt: skip
     record = {"config": dataclasses.asdict(first), "choices": [{"settings": {}}]}
     record["choices"] = [{"settings": chosen | {"sync_interval": 8}}, {"settings": chosen}]
     path = tmp_path / "run.json"
@@ -294,7 +301,7 @@ def test_recorded_settings_are_repeated(tmp_path: Path) -> None:
     assert config_from_argv([*words, "--edit-sync-interval", "64"]).sync_interval == 64
     for text in ("", "[]", "{}", '{"config": 3}', '{"config": {"strategy": "edit"}, "choices": 1}'):
         path.write_text(text)
-        with pytest.raises(UsageError, match="must be the run.json of an earlier run"):
+        with pytest.raises(UsageError, match=r"must be the run\.json of an earlier run"):
             config_from_argv(words)
 
 
@@ -350,8 +357,16 @@ def test_flags_can_be_added_to_another_parser() -> None:
     parsed = parser.parse_args([])
     for spec in dataclasses.fields(EditConfig):
         assert getattr(parsed, attribute(spec.name)) == spec.default
+    assert parser.parse_args(["--edit-clip", "5"]).edit_clip == 5.0  # not in the help
     help_text = parser.format_help()
-    assert all(flag(spec.name) in help_text for spec in dataclasses.fields(EditConfig))
+    for spec in dataclasses.fields(EditConfig):
+        assert (f"{flag(spec.name)} " in help_text) == spec.metadata["is_common"], spec.name
+    assert "megatron-edit flags lists all" in help_text
+
+
+def test_settings_are_in_groups() -> None:
+    """Would catch a group without flags, whose title help and documents would not show."""
+    assert {spec.metadata["group"] for spec in dataclasses.fields(EditConfig)} == set(GROUPS)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ strategy.STRATEGIES["toy"] = strategy.Strategy("toy", {"outer_lr": 0.25})
 
 from megatron_edit.method import settings
 
-field = settings._setting(3, "steps of a toy", kind=int, within="[1, 9]")
+field = settings._setting(3, "steps of a toy", group="others", kind=int, within="[1, 9]")
 settings.Settings = dataclasses.make_dataclass(
     "Settings", [("toy_steps", int, field)], bases=(settings.Settings,), frozen=True
 )
@@ -48,7 +48,7 @@ with pytest.raises(UsageError, match="--edit-toy-steps 12.*at least 1 and at mos
     config_from_argv([*EDIT, "--edit-toy-steps", "12"])
 with pytest.raises(UsageError, match="--use-edit"):
     config_from_argv(["--edit-toy-steps", "5"])
-text = " ".join(help_text("").split())
+text = " ".join(help_text(shows_all=True).split())
 assert "steps of a toy" in text and "toy 0.25" in text
 made = wire.Wire.of("toy")
 assert made.num_phases == 2 and made.has_residual

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ from megatron_edit.errors import (
     SyncProtocolError,
     UsageError,
 )
+from megatron_edit.flags import flag
+from megatron_edit.method.settings import GROUPS
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import SUBCOMMANDS
 from tests.harness.launch import REPOSITORY
@@ -52,11 +55,28 @@ def test_help_prints_flags_and_choices(
     assert f"one of {', '.join(WIRE_TYPES)} (default: fp32; sparse-loco top64)" in output
 
 
-def test_help_shows_one_default_per_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch two different defaults in one help text."""
+@pytest.mark.parametrize("word", ["--help", "flags"])
+def test_flags_are_listed_with_one_default(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help lists the common flags, `flags` all. Would catch two different defaults of one."""
+    specs = [
+        spec
+        for spec in dataclasses.fields(EditConfig)
+        if word == "flags" or spec.metadata["is_common"]
+    ]
+    assert main([word]) == 0
+    output = capsys.readouterr().out
+    listed = re.findall(r"^  (--[\w-]+)", output, re.MULTILINE)
+    assert sorted(listed) == sorted(flag(spec.name) for spec in specs)
+    assert output.count("(default:") == len(specs)
+    for name in {spec.metadata["group"] for spec in specs}:
+        assert f"\nEDiT: {GROUPS[name]}:\n" in output
+
+
+def test_help_is_short_and_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     output = capsys.readouterr().out
-    assert output.count("(default:") == len(dataclasses.fields(EditConfig))
+    assert output.endswith("  megatron-edit flags lists all\n")
+    assert output.count("\n  --") <= 18
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
@@ -74,10 +94,11 @@ def test_words_after_double_dash_are_ignored() -> None:
     assert not has_help_flag(["a.py", "--", "--help"]) and not has_help_flag([])
 
 
-def test_help_imports_neither_torch_nor_megatron() -> None:
+@pytest.mark.parametrize("words", [["a.py", "-h"], ["flags"]])
+def test_help_imports_neither_torch_nor_megatron(words: list[str]) -> None:
     """Would catch seconds of delay, or an import error, before the help."""
     code = (
-        "import sys; from megatron_edit.__main__ import main; code = main(['a.py', '-h']);"
+        f"import sys; from megatron_edit.__main__ import main; code = main({words});"
         "sys.exit(code or not {'torch', 'megatron'}.isdisjoint(sys.modules))"
     )
     done = subprocess.run(

@@ -13,6 +13,7 @@ from megatron_edit.tools.cli import (
     check,
     compare,
     doctor,
+    flags,
     hub,
     init,
     inspect,
@@ -25,6 +26,7 @@ from megatron_edit.tools.cli.words import OneLineParser
 
 SUBCOMMANDS = {
     "init": init,
+    "flags": flags,
     "check": check,
     "plan": plan,
     "patch": patch,
@@ -68,8 +70,7 @@ def _run(argv: Sequence[str] | None) -> int:
         module.configure(commands.add_parser(name, help=summary, description=summary))
     known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     try:
-        code: int = SUBCOMMANDS[known.command].run(known, rest)
-        return code
+        return int(SUBCOMMANDS[known.command].run(known, rest))
     except EditError as error:
         refusal = error
     except OSError as error:
