@@ -125,7 +125,6 @@ def _svg_element(text: str) -> str:
     body = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", body)
     for color, page_color in _PAGE_COLORS.items():
         body = re.sub(rf"{color}\b", page_color, body, flags=re.IGNORECASE)
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", body)
     body = re.sub(r"\n\s*", "\n", body)
     return f'<svg {box[0]} aria-hidden="true">{body}'.strip()
