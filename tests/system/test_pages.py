@@ -133,6 +133,29 @@ def test_report_page_in_dark_mode(driver: Any, tmp_path: Path) -> None:
         assert (brightness > 380) == is_dark
 
 
+# Numbers of tiles, and how many of them are in the last row, for all numbers down to two.
+_LAST_ROWS = """
+const tiles = document.querySelector('.tiles'), found = [];
+while (tiles.children.length > 1) {
+    const tops = Array.from(tiles.children, tile => tile.getBoundingClientRect().top);
+    found.push([tops.length, tops.filter(top => top == Math.max(...tops)).length]);
+    tiles.lastElementChild.remove();
+}
+return found;
+"""
+
+
+def test_no_tile_is_alone_in_the_last_row(driver: Any, tmp_path: Path) -> None:
+    """With any number of tiles, on a phone, a tablet and a desk."""
+    folder = SyntheticRun(rounds=9, train_iters=400).write(tmp_path / "log")
+    assert main(["report", str(folder)]) == 0
+    for width in (375, 768, 1280):
+        look(driver, folder / "report.html", width, tmp_path / f"{width}.png")
+        last_rows = driver.execute_script(_LAST_ROWS)
+        assert len(last_rows) > 10
+        assert [each for each in last_rows if each[1] < 2] == [], width
+
+
 def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
     """Three runs with validation losses; legends are below the data."""
     parts = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
