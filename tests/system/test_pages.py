@@ -6,12 +6,14 @@ scrolls sideways on a phone, and text that is too small to read.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from megatron_edit.tools.cli import main
 from tests.harness.browser import MISSING, SMALLEST_FONT, WIDTHS, PageView, chromium, look
@@ -154,6 +156,50 @@ def test_no_tile_is_alone_in_the_last_row(driver: Any, tmp_path: Path) -> None:
         last_rows = driver.execute_script(_LAST_ROWS)
         assert len(last_rows) > 10
         assert [each for each in last_rows if each[1] < 2] == [], width
+
+
+# A place at the right edge of a table where no text is, the color of the page there without a
+# shade, whether the table is scrolled sideways, and numbers that are broken into several lines.
+_TABLE_EDGE = """
+const region = document.querySelectorAll('section .scroll')[arguments[0]];
+region.scrollLeft = arguments[1];
+const box = region.getBoundingClientRect(), row = region.querySelector('tbody tr');
+const broken = Array.from(region.querySelectorAll('td'), cell => {
+    const text = document.createRange();
+    text.selectNodeContents(cell);
+    const tops = new Set(Array.from(text.getClientRects(), line => line.top));
+    return /^[0-9.,]+$/.test(cell.textContent) && tops.size > 1 ? cell.textContent : '';
+}).filter(text => text);
+return [box.right - 3 + scrollX, row.getBoundingClientRect().top + 3 + scrollY,
+        getComputedStyle(region).backgroundColor, region.scrollWidth > region.clientWidth, broken];
+"""
+
+
+def edge_shade(driver: Any, place: int, scrolled: int, picture: Path, *, scrolls: bool) -> float:
+    """Return how much darker or lighter the right edge of a table is than the page."""
+    x, y, paper, does_scroll, broken = driver.execute_script(_TABLE_EDGE, place, scrolled)
+    assert broken == [] and does_scroll == scrolls
+    clip = {"x": x, "y": y, "width": 1, "height": 1, "scale": 1}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})
+    picture.write_bytes(base64.b64decode(shot["data"]))
+    shown = 255 * imread(picture)[0, 0, :3]
+    difference = shown - [int(each) for each in paper.strip("rgb()").split(",")]
+    return float(abs(difference).mean())
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_wide_tables_show_that_they_scroll(driver: Any, tmp_path: Path, is_dark: bool) -> None:
+    """A shade at the right edge, until the end of the table is in view."""
+    folder = SyntheticRun(rounds=9).write(tmp_path / "log")
+    assert main(["report", str(folder)]) == 0
+    page, shot, spot = folder / "report.html", tmp_path / "page.png", tmp_path / "spot.png"
+    look(driver, page, 375, shot, dark=is_dark)
+    for place in range(2):  # replicas, syncs
+        assert 35 < edge_shade(driver, place, 0, spot, scrolls=True) < 85
+        assert edge_shade(driver, place, 9999, spot, scrolls=True) <= 2
+    look(driver, page, 1280, shot, dark=is_dark)
+    for place in range(2):
+        assert edge_shade(driver, place, 0, spot, scrolls=False) <= 2
 
 
 def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
