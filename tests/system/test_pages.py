@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
     pytest.mark.timeout(240),
 ]
-ALL_CHARTS = 9  # without a chart of bytes, which are the same at every sync
+ALL_CHARTS = 10  # without a chart of bytes, which are the same at every sync
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ RUNS: dict[str, tuple[SyntheticRun, int]] = {
     "warm-up": (SyntheticRun(rounds=0, warmup=30, train_iters=100), 2),
     "first-sync": (
         SyntheticRun(rounds=1, train_iters=100),
-        8,
+        9,
     ),  # a bar chart of bytes, as there is only one sync
-    "one-replica": (SyntheticRun(replicas=1, rounds=9), 6),
-    "plain-averages": (SyntheticRun(strategy="diloco", rounds=9), 6),
+    "one-replica": (SyntheticRun(replicas=1, rounds=9), 7),
+    "plain-averages": (SyntheticRun(strategy="diloco", rounds=9), 7),
     "large": (
         SyntheticRun(replicas=64, units=40, rounds=40, tau=2, anomalous_replica=63),
         ALL_CHARTS,
@@ -243,7 +243,7 @@ def test_page_of_several_runs(driver: Any, tmp_path: Path) -> None:
     for width in WIDTHS:
         for is_dark in (False, True):
             shot = tmp_path / f"runs-{width}-{is_dark}.png"
-            check(look(driver, page, width, shot, dark=is_dark), 4)
+            check(look(driver, page, width, shot, dark=is_dark), 5)
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
@@ -252,7 +252,7 @@ def test_pages_of_short_runs(driver: Any, tmp_path: Path, rounds: int) -> None:
     made_up = SyntheticRun(replicas=2, warmup=10 - 2 * rounds, tau=2, rounds=rounds)
     folders = [str(made_up.write(tmp_path / name / "log")) for name in "ab"]
     page = tmp_path / "page.html"
-    for given, num_pictures in ((folders[:1], (2, 8, 7)), (folders, (3, 4, 4))):
+    for given, num_pictures in ((folders[:1], (2, 9, 8)), (folders, (3, 5, 5))):
         assert main(["report", *given, "--output", str(page)]) == 0
         for width, is_dark in ((1280, False), (390, True)):
             seen = look(driver, page, width, tmp_path / f"{width}.png", dark=is_dark)
@@ -268,7 +268,7 @@ def test_comparison_page(driver: Any, tmp_path: Path) -> None:
     for width in WIDTHS:
         for is_dark in (False, True):
             shot = tmp_path / f"compare-{width}-{is_dark}.png"
-            check(look(driver, page, width, shot, dark=is_dark), 4)
+            check(look(driver, page, width, shot, dark=is_dark), 5)
             inks = driver.execute_script(
                 "return Array.from(document.querySelectorAll('body, svg text'))"
                 ".map(e => getComputedStyle(e)[e.tagName == 'BODY' ? 'color' : 'fill'])"
