@@ -46,7 +46,8 @@ LOW_CLIP = 0.5
 
 FIRST_MOMENT, SECOND_MOMENT = "first", "second"  # moments of the inner optimizer
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"  # kinds of sync units
-SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # durations of a sync in event files
+# Durations of a sync in event files: the first three add up to the exposed time.
+SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")
 ADAM, SGD, MUON = SUPPORTED_OPTIMIZERS = ("adam", "sgd", "muon")  # values of Megatron's --optimizer
 FP8_GATHER_RECIPES = ("delayed", "tensorwise", "blockwise")  # accepted with --fp8-param-gather
 OPTIMIZERS_WITH_MOMENTS = (ADAM, MUON)  # muon: momentum for matrices, adam for the rest

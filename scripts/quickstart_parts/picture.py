@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_edit.tools.pages.drawing import running_mean
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -87,6 +85,13 @@ def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_s
     _draw_bytes(cost, curves)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return means of `width` neighbouring values around each value; fewer at the ends."""
+    reach = width // 2
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _draw_bytes(axes: Axes, curves: Sequence[Curve]) -> None:

@@ -161,6 +161,8 @@ def test_reading_of_edit_excludes_warmup() -> None:
     assert found.state_bytes == 800 and found.curves.final_loss == 7.0
     assert [each.tolist() for each in found.curves.validation] == [[240, 480], [7.5, 7.0]]
     assert [each.tolist() for each in found.curves.sent] == [[360, 480, 480], [300, 900, 900]]
+    # In 3 s: twice 0.5 s of waiting, 0.1 s of the exchange and 0.1 s of the outer step.
+    assert found.curves.parts == pytest.approx([1.6 / 3, 1 / 3, 0.2 / 3, 0.2 / 3])
     assert reading(KIND, [sync(9)]).state_bytes is None
 
 
@@ -278,7 +280,8 @@ def made_up(loss: float, speed: float, *, seed: int | None = None, name: str = "
     curves = RunCurves(
         name, seconds=(tokens, steps), training=(tokens, losses),
         validation=(tokens[5::6], losses[5::6]), sent=(tokens[[8, 11]], np.array([300.0, 600.0])),
-        final_loss=loss + worse, speed=speed / (1 + worse),
+        final_loss=loss + worse, speed=speed / (1 + worse), local=(240, 480),
+        exposed=(0.6, 0.3, 0.3) if name.startswith("edit") else (),
     )  # fmt: skip
     return Reading(
         num_parameters=100, iterations=12, curves=curves, bytes_per_step=100.0,
@@ -360,11 +363,12 @@ def test_report_is_self_contained_and_escaped(tmp_path: Path) -> None:
     page = write_report(tmp_path, outcome())
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"compare.md", "compare.json", "compare.html", "compare-tokens.png",
-                     "compare-time.png", "compare-speed.png", "compare-bytes.png"}  # fmt: skip
+                     "compare-time.png", "compare-speed.png", "compare-bytes.png",
+                     "compare-parts.png"}  # fmt: skip
     text = page.read_text(encoding="utf-8")
     parsed = Page()
     parsed.feed(text)
-    assert not parsed.open and parsed.tags.count("svg") == 4 and "img" not in parsed.tags
+    assert not parsed.open and parsed.tags.count("svg") == 5 and "img" not in parsed.tags
     assert not parsed.sources
     assert "script" not in parsed.tags and "@import" not in text
     assert not re.search(r"url\((?!#)", text)  # clip paths refer to the picture itself

@@ -365,7 +365,7 @@ def test_page_and_frame_show_members(tmp_path: Path, capsys: pytest.CaptureFixtu
     page, frame = page_and_frame(logs, capsys, "--state-dir", str(tmp_path / "hub"))
     assert "elastic, nominally 3 replicas x 2 ranks" in page
     assert "elastic, nominally 3 replicas x 2 ranks" in re.sub(r"\s+", " ", frame)
-    assert page.count("<figure") == 9 and "<h3>Members</h3>" in page
+    assert page.count("<figure") == 10 and "<h3>Members</h3>" in page
     assert "4 replicas in all, 4 changes of the epoch; at the last sync a, c, node-4.rack7" in page
     for text in (page, frame):
         assert "Members: a, c, node-4.rack7 (epoch 5); leader: a" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_edit.tools.monitor.curves import curves_of
 from megatron_edit.tools.monitor.page import Runs
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import names_of
-from megatron_edit.tools.pages.charts import RunCurves
+from megatron_edit.tools.pages.charts import RunCurves, part_chart
 from megatron_edit.tools.pages.drawing import svg_drawing
 from tests.harness.elastic_event_files import FENCED, SyntheticElasticRun, SyntheticEpoch
 from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun, read_run
@@ -120,6 +121,57 @@ def test_seconds_and_tokens_continue_after_a_resume(tmp_path: Path) -> None:
     assert seconds[-1] == pytest.approx(0.105 * 100, rel=0.05)
 
 
+def seconds_of_steps(folder: Path, first: int, last: int) -> float:
+    """Return the seconds of the steps first + 1 .. last, mean over the replicas."""
+    files = list(folder.glob("replica-*.jsonl"))
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    found = [line["seconds"] for line in lines if first < line.get("iteration", 0) <= last]
+    return float(sum(found)) / len(files)
+
+
+@pytest.mark.parametrize(("fraction", "last"), [(0.0, 260), (0.25, 212)])
+def test_parts_of_the_time_are_those_of_the_event_files(
+    tmp_path: Path, fraction: float, last: int
+) -> None:
+    """Exposed time counts, not `total`; neither warm-up nor final phase do."""
+    folder = SyntheticRun(exposed=0.2).write(tmp_path / "log")
+    change_run(folder, {"final_sync_fraction": fraction})
+    run_json = json.loads((folder / "run.json").read_text())
+    run_json["training"]["last_local_step"] = last
+    (folder / "run.json").write_text(json.dumps(run_json))
+    lines = (folder / "sync.jsonl").read_text().splitlines(keepends=True)
+    (folder / "sync.jsonl").write_text("".join(lines[: (last - 20) // 8]))
+    _, found = progress(folder)
+    syncs = [json.loads(line)["seconds"] for line in lines[: (last - 20) // 8]]
+    steps = seconds_of_steps(folder, 20, last)
+    shares = [sum(sync[name] for sync in syncs) / steps for name in ("wait", "exchange", "outer")]
+    assert found.parts == pytest.approx([1 - sum(shares), *shares], abs=1e-3)
+    chart = part_chart([found])["parts"]
+    texts = [f"{100 * share:.1f} %" for share in found.parts]
+    assert chart.text == (
+        f"Time of local steps: {texts[0]} of the ideal (wait {texts[1]}, exchange {texts[2]}, "
+        f"outer step {texts[3]})."
+    )
+    assert f">{texts[0]} of the ideal<" in chart.svg
+
+
+def test_parts_of_an_elastic_run_are_those_of_its_local_rounds(tmp_path: Path) -> None:
+    """Would catch the syncs of one step in its warm-up; runs without local steps have no bar."""
+    made_up = SyntheticElasticRun([SyntheticEpoch("abc", 9)], is_over=True)
+    folder = made_up.write(tmp_path)
+    _, before = progress(folder)
+    syncs = read_run(folder).syncs.records
+    change_run(folder, {"warmup_steps": syncs[4].iteration})
+    _, after = progress(folder)
+    assert after.exposed == pytest.approx(sum(sync.seconds[:3] for sync in syncs[5:]))
+    lengths = [np.ptp(after.seconds_at(np.array(each.local))) for each in (before, after)]
+    assert lengths[1] == pytest.approx(lengths[0] * 4 / 9, rel=0.05)
+    ddp = curves_of("ddp", read_run(SyntheticRun(strategy="ddp", rounds=0).write(tmp_path / "d")))
+    assert not ddp.parts.size and not part_chart([ddp])
+    text = part_chart([replace(before, name="a"), ddp])["parts"].text
+    assert text.startswith("Time of local steps: a: ") and "ddp" not in text
+
+
 def table(runs: list[MonitoredRun]) -> dict[str, list[str]]:
     return Runs.of(runs).results
 
@@ -185,7 +237,7 @@ def test_page_and_summary_of_several_runs(
     assert "| --edit-strategy | edit | diloco | edit |" in out
     assert "- one, warning: Replica 1 was left out" in out
     page = Path("runs.html").read_text()
-    assert page.count("<figure") == 4 and "3 runs side by side" in page
+    assert page.count("<figure") == 5 and "3 runs side by side" in page
     assert not Path("one/log/report.html").exists()
 
 

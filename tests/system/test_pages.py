@@ -6,12 +6,14 @@ scrolls sideways on a phone, and text that is too small to read.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from megatron_edit.tools.cli import main
 from tests.harness.browser import MISSING, SMALLEST_FONT, WIDTHS, PageView, chromium, look
@@ -23,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
     pytest.mark.timeout(240),
 ]
-ALL_CHARTS = 9  # without a chart of bytes, which are the same at every sync
+ALL_CHARTS = 10  # without a chart of bytes, which are the same at every sync
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +58,10 @@ RUNS: dict[str, tuple[SyntheticRun, int]] = {
     "warm-up": (SyntheticRun(rounds=0, warmup=30, train_iters=100), 2),
     "first-sync": (
         SyntheticRun(rounds=1, train_iters=100),
-        8,
+        9,
     ),  # a bar chart of bytes, as there is only one sync
-    "one-replica": (SyntheticRun(replicas=1, rounds=9), 6),
-    "plain-averages": (SyntheticRun(strategy="diloco", rounds=9), 6),
+    "one-replica": (SyntheticRun(replicas=1, rounds=9), 7),
+    "plain-averages": (SyntheticRun(strategy="diloco", rounds=9), 7),
     "large": (
         SyntheticRun(replicas=64, units=40, rounds=40, tau=2, anomalous_replica=63),
         ALL_CHARTS,
@@ -133,6 +135,73 @@ def test_report_page_in_dark_mode(driver: Any, tmp_path: Path) -> None:
         assert (brightness > 380) == is_dark
 
 
+# Numbers of tiles, and how many of them are in the last row, for all numbers down to two.
+_LAST_ROWS = """
+const tiles = document.querySelector('.tiles'), found = [];
+while (tiles.children.length > 1) {
+    const tops = Array.from(tiles.children, tile => tile.getBoundingClientRect().top);
+    found.push([tops.length, tops.filter(top => top == Math.max(...tops)).length]);
+    tiles.lastElementChild.remove();
+}
+return found;
+"""
+
+
+def test_no_tile_is_alone_in_the_last_row(driver: Any, tmp_path: Path) -> None:
+    """With any number of tiles, on a phone, a tablet and a desk."""
+    folder = SyntheticRun(rounds=9, train_iters=400).write(tmp_path / "log")
+    assert main(["report", str(folder)]) == 0
+    for width in (375, 768, 1280):
+        look(driver, folder / "report.html", width, tmp_path / f"{width}.png")
+        last_rows = driver.execute_script(_LAST_ROWS)
+        assert len(last_rows) > 10
+        assert [each for each in last_rows if each[1] < 2] == [], width
+
+
+# A place at the right edge of a table where no text is, the color of the page there without a
+# shade, whether the table is scrolled sideways, and numbers that are broken into several lines.
+_TABLE_EDGE = """
+const region = document.querySelectorAll('section .scroll')[arguments[0]];
+region.scrollLeft = arguments[1];
+const box = region.getBoundingClientRect(), row = region.querySelector('tbody tr');
+const broken = Array.from(region.querySelectorAll('td'), cell => {
+    const text = document.createRange();
+    text.selectNodeContents(cell);
+    const tops = new Set(Array.from(text.getClientRects(), line => line.top));
+    return /^[0-9.,]+$/.test(cell.textContent) && tops.size > 1 ? cell.textContent : '';
+}).filter(text => text);
+return [box.right - 3 + scrollX, row.getBoundingClientRect().top + 3 + scrollY,
+        getComputedStyle(region).backgroundColor, region.scrollWidth > region.clientWidth, broken];
+"""
+
+
+def edge_shade(driver: Any, place: int, scrolled: int, picture: Path, *, scrolls: bool) -> float:
+    """Return how much darker or lighter the right edge of a table is than the page."""
+    x, y, paper, does_scroll, broken = driver.execute_script(_TABLE_EDGE, place, scrolled)
+    assert broken == [] and does_scroll == scrolls
+    clip = {"x": x, "y": y, "width": 1, "height": 1, "scale": 1}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})
+    picture.write_bytes(base64.b64decode(shot["data"]))
+    shown = 255 * imread(picture)[0, 0, :3]
+    difference = shown - [int(each) for each in paper.strip("rgb()").split(",")]
+    return float(abs(difference).mean())
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_wide_tables_show_that_they_scroll(driver: Any, tmp_path: Path, is_dark: bool) -> None:
+    """A shade at the right edge, until the end of the table is in view."""
+    folder = SyntheticRun(rounds=9).write(tmp_path / "log")
+    assert main(["report", str(folder)]) == 0
+    page, shot, spot = folder / "report.html", tmp_path / "page.png", tmp_path / "spot.png"
+    look(driver, page, 375, shot, dark=is_dark)
+    for place in range(2):  # replicas, syncs
+        assert 35 < edge_shade(driver, place, 0, spot, scrolls=True) < 85
+        assert edge_shade(driver, place, 9999, spot, scrolls=True) <= 2
+    look(driver, page, 1280, shot, dark=is_dark)
+    for place in range(2):
+        assert edge_shade(driver, place, 0, spot, scrolls=False) <= 2
+
+
 def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
     """Three runs with validation losses; legends are below the data."""
     parts = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
@@ -174,7 +243,7 @@ def test_page_of_several_runs(driver: Any, tmp_path: Path) -> None:
     for width in WIDTHS:
         for is_dark in (False, True):
             shot = tmp_path / f"runs-{width}-{is_dark}.png"
-            check(look(driver, page, width, shot, dark=is_dark), 4)
+            check(look(driver, page, width, shot, dark=is_dark), 5)
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
@@ -183,7 +252,7 @@ def test_pages_of_short_runs(driver: Any, tmp_path: Path, rounds: int) -> None:
     made_up = SyntheticRun(replicas=2, warmup=10 - 2 * rounds, tau=2, rounds=rounds)
     folders = [str(made_up.write(tmp_path / name / "log")) for name in "ab"]
     page = tmp_path / "page.html"
-    for given, num_pictures in ((folders[:1], (2, 8, 7)), (folders, (3, 4, 4))):
+    for given, num_pictures in ((folders[:1], (2, 9, 8)), (folders, (3, 5, 5))):
         assert main(["report", *given, "--output", str(page)]) == 0
         for width, is_dark in ((1280, False), (390, True)):
             seen = look(driver, page, width, tmp_path / f"{width}.png", dark=is_dark)
@@ -199,7 +268,7 @@ def test_comparison_page(driver: Any, tmp_path: Path) -> None:
     for width in WIDTHS:
         for is_dark in (False, True):
             shot = tmp_path / f"compare-{width}-{is_dark}.png"
-            check(look(driver, page, width, shot, dark=is_dark), 4)
+            check(look(driver, page, width, shot, dark=is_dark), 5)
             inks = driver.execute_script(
                 "return Array.from(document.querySelectorAll('body, svg text'))"
                 ".map(e => getComputedStyle(e)[e.tagName == 'BODY' ? 'color' : 'fill'])"

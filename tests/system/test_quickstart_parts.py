@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from quickstart import num_synchronous_steps
-from quickstart_parts.picture import Curve, draw
+from quickstart_parts.picture import Curve, draw, running_mean
 from quickstart_parts.runs import launch_line
 from quickstart_parts.table import format_table, summarize
 
@@ -27,7 +27,6 @@ from megatron_edit.tools.compare.traffic import (
     sync_bytes,
     warmup_bytes,
 )
-from megatron_edit.tools.pages.drawing import running_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = (

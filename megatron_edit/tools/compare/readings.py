@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_edit.constants import FP32
+from megatron_edit.constants import FP32, SYNC_TIMES
 from megatron_edit.observe.line_files import read_json_lines
 from megatron_edit.observe.records import RUN, SYNCS, Array
 from megatron_edit.tools.compare.console_log import (
@@ -170,6 +170,8 @@ def make_reading(
         sent=(timeline.tokens_at(places), np.cumsum(sizes)),
         final_loss=evaluations[max(evaluations)] if evaluations else None,
         speed=speed,
+        local=timeline.tokens_at(np.array([warmup, _last_local(run, kind, log.last_iteration)])),
+        exposed=[sum(each["seconds"][name] for each in counted) for name in SYNC_TIMES[:3]],
     )
     return Reading(
         num_parameters=log.num_parameters,

@@ -11,7 +11,7 @@ from megatron_edit.observe.records import VALIDATION, Array
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.syncs import effective_replicas
 from megatron_edit.tools.pages import Chart
-from megatron_edit.tools.pages.charts import Band, Curve, LineChart, heat_map, thinned
+from megatron_edit.tools.pages.charts import PARTS, Band, Curve, LineChart, heat_map, thinned
 from megatron_edit.tools.pages.drawing import COLORS, INK, PAPER, smoothed
 from megatron_edit.tools.pages.texts import (
     join_names,
@@ -183,14 +183,11 @@ def sync_charts(run: MonitoredRun) -> list[Chart]:
 
 
 def _time_chart(run: MonitoredRun) -> Chart:
-    seconds = run.syncs.values(lambda sync: sync.seconds)
-    parts = dict(zip(SYNC_TIMES, seconds.T * 1e3, strict=True))
+    *parts, _, total = run.syncs.values(lambda sync: 1e3 * sync.seconds).T
     chart, x = LineChart("Time of syncs", "sync", "milliseconds", bottom=0), _rounds(run)
-    below = np.zeros_like(x)
-    for color, name in ((4, "wait"), (5, "exchange"), (2, "outer")):
-        chart.bands.append(Band(name, x, below, below + parts[name], COLORS[color], is_bars=True))
-        below = below + parts[name]
-    chart.add("total", x, parts["total"], linestyle="", marker=".", markersize=4)
+    for name, own, top in zip(SYNC_TIMES[:3], parts, np.cumsum(parts, axis=0), strict=True):
+        chart.bands.append(Band(name, x, top - own, top, PARTS[name], is_bars=True))
+    chart.add("total", x, total, linestyle="", marker=".", markersize=4)
     whose = "the leader" if run.is_elastic else "replica 0"
     return chart.draw(
         "Time of each sync: waiting for other replicas, for the exchange, and the outer step.",

@@ -32,7 +32,11 @@ def curves_of(name: str, run: MonitoredRun) -> RunCurves:
         sent=_scaled((iterations, sent), facts.batch_tokens),
         final_loss=fmean(found) if found else None,
         speed=_speed(seconds, facts.warmup_steps, facts.batch_tokens),
-    )
+        local=[step * facts.batch_tokens
+               for step in (facts.warmup_steps, facts.last_local_step or facts.train_iters)],
+        exposed=sum((sync.seconds[:3] for sync in run.syncs.records
+                     if facts.has_local_steps(sync.iteration)), np.zeros(3)),
+    )  # fmt: skip
 
 
 def _scaled(curve: Curve, scale: float) -> Curve:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_edit.tools.compare.flags import model_of
@@ -26,6 +26,7 @@ from megatron_edit.tools.monitor.summary import (
     sync_table,
 )
 from megatron_edit.tools.pages import (
+    Chart,
     Finding,
     Page,
     Section,
@@ -34,7 +35,7 @@ from megatron_edit.tools.pages import (
     markdown_meanings,
     markdown_table,
 )
-from megatron_edit.tools.pages.charts import RunCurves, compare_charts
+from megatron_edit.tools.pages.charts import RunCurves, compare_charts, part_chart
 from megatron_edit.tools.pages.texts import duration
 
 MAX_CHANGES_SHOWN, MAX_SYNCS_SHOWN = 50, 10
@@ -101,7 +102,7 @@ class Runs:
 
     def _sections(self) -> list[Section]:
         if len(self.runs) == 1:
-            return _sections_of(self.runs[0])
+            return _sections_of(self.runs[0], part_chart(self.curves).values())
         settings = [[name, *values] for name, values in self.settings.items()]
         table = Table("Settings that differ", ["setting", *self.names], settings)
         none = "None: these runs have the same settings, flags, layout, versions and machine."
@@ -175,7 +176,7 @@ def _title(run: MonitoredRun) -> str:
     return f"{facts.strategy.name}: training{what} on {facts.host}, {date}"
 
 
-def _sections_of(run: MonitoredRun) -> list[Section]:
+def _sections_of(run: MonitoredRun, parts: Iterable[Chart]) -> list[Section]:
     facts = run.facts
     versions = ", ".join(f"{name} {text}" for name, text in sorted(facts.versions.items()))
     settings = [[name, UNSET if value is None else str(value)]
@@ -191,7 +192,7 @@ def _sections_of(run: MonitoredRun) -> list[Section]:
         ),
         Section(
             "Syncs",
-            charts=sync_charts(run),
+            charts=[*parts, *sync_charts(run)],
             tables=[sync_table(run, MAX_SYNCS_SHOWN)] if run.syncs.count else [],
         ),
         Section(

@@ -22,7 +22,7 @@ from megatron_edit.tools.pages.drawing import (
     smoothed,
     svg_drawing,
 )
-from megatron_edit.tools.pages.texts import number, short_name, show_count, time_unit
+from megatron_edit.tools.pages.texts import number, percent, short_name, show_count, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,10 +35,16 @@ MAX_POINTS = 1000  # of a line or of bars; more could not be told apart
 MIN_LIMITED = 50  # values, before high ones may be above the axis
 WIDTH_SHARE = 25  # training losses are means over 1/25 of the longest training
 SHOWN_SHARE = 0.9  # of the losses of several runs: the others may be above the axis
-MAX_NAME_LETTERS = 40
+MAX_NAME_LETTERS, MAX_BAR_LETTERS = 40, 24
 NUM_PLACES = 200  # points of a curve of speeds
 LOGARITHMIC_FROM = 30  # times as much at the end: the smaller curve would look flat
 TOKENS = "tokens of all replicas"
+# Of the time of local steps: compute, and what exposed syncs consist of.
+PARTS = {"compute": COLORS[0], "wait": COLORS[4], "exchange": COLORS[5], "outer": COLORS[2]}
+PARTS_NOTE = (
+    "Ideal: compute alone, without waits and exposed syncs. Measured by replica 0 (with a hub by "
+    "the leader), without evaluations and saves."
+)
 Curve = tuple[Array, Array]  # places and values
 EMPTY: Curve = (np.empty(0), np.empty(0))
 
@@ -95,8 +101,10 @@ class LineChart:
                 self.add(label if len(curves) > 1 else "", x, y, color, linewidth=1, alpha=0.8)
             return
         x = max((x for x, _ in curves), key=len)
-        rows = [y if np.array_equal(x, own) else _at(x, own, y) for own, y in curves if own.size]
-        table = np.array(rows)
+        table = np.array([
+            y if np.array_equal(x, own) else np.interp(x, own, y, left=math.nan, right=math.nan)
+            for own, y in curves if own.size
+        ])  # fmt: skip
         known = np.isfinite(table).any(axis=0)
         x, table = x[known], table[:, known]
         low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
@@ -170,10 +178,6 @@ def thinned(most: int, *columns: Array) -> list[Array]:
     return [np.add.reduceat(column, starts) / lengths for column in columns]
 
 
-def _at(places: Array, x: Array, y: Array) -> Array:
-    return np.interp(places, x, y, left=math.nan, right=math.nan)
-
-
 def _draw_band(axes: Axes, band: Band) -> None:
     if band.is_bars:
         x, low, high = thinned(MAX_POINTS, band.x, band.low, band.high)
@@ -199,12 +203,6 @@ def plain_logarithms(axis: Axis, steps: tuple[int, ...]) -> None:
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name the rows of a chart, some of them where there are many."""
-    every = math.ceil(len(names) / MAX_LABELS)
-    axes.set_yticks(range(0, len(names), every), list(names)[::every])
-
-
 def heat_map(
     title: str, table: Array, rounds: Array, names: Sequence[str], label: str,
     crosses: Array | None = None, **look: Any,
@@ -227,7 +225,8 @@ def heat_map(
         axes, edges = drawing.axes, bar_edges(rounds)
         axes.grid(visible=False)
         box = (edges[0], edges[-1], len(table) - 0.5, -0.5)
-        name_rows(axes, names)
+        every = math.ceil(len(names) / MAX_LABELS)
+        axes.set_yticks(range(0, len(names), every), names[::every])
         axes.set_xlabel("sync")
         axes.xaxis.set_major_locator(MaxNLocator(MAX_STEPS, integer=True, min_n_ticks=1))
         image = axes.imshow(table, aspect="auto", extent=box, **look)
@@ -256,6 +255,8 @@ class RunCurves:
     sent: Curve = EMPTY  # bytes that one replica has sent to others, by tokens
     final_loss: float | None = None  # validation loss of the last evaluation
     speed: float | None = None  # tokens per second after the warm-up
+    local: Sequence[float] | Array = (0, 0)  # tokens at which local steps begin and end
+    exposed: Sequence[float] | Array = ()  # seconds of the syncs there: wait, exchange, outer
 
     def seconds_at(self, tokens: Array) -> Array:
         """Return seconds of training; NaN where no step has been timed."""
@@ -263,6 +264,13 @@ class RunCurves:
             return np.full_like(tokens, math.nan)
         seconds: Array = np.interp(tokens, *self.seconds)
         return seconds
+
+    @property
+    def parts(self) -> Array:
+        """The shares of `PARTS` in the time of local steps; empty where there are no syncs."""
+        compute = np.ptp(self.seconds_at(np.array(self.local, float))) - sum(self.exposed)
+        parts = np.array([compute, *self.exposed])
+        return parts / parts.sum() if sum(self.exposed) and compute > 0 else EMPTY[0]
 
     def speeds(self, width: float) -> Curve:
         """Return tokens per second, means over `width` tokens or less."""
@@ -319,7 +327,34 @@ def compare_charts(runs: Sequence[RunCurves], folder: Path | None = None) -> dic
         name: chart.draw(text, note, folder and folder / f"compare-{name}.png")
         for name, (chart, text, note) in charts.items()
         if any(np.isfinite(line.x).any() for line in chart.lines)
-    }
+    } | part_chart(runs, folder)
+
+
+def part_chart(runs: Sequence[RunCurves], folder: Path | None = None) -> dict[str, Chart]:
+    """Return a chart of the time of local steps, with a bar for each run that has syncs.
+
+    Args:
+        runs: the name of a single one is not shown.
+        folder: for the chart as a PNG file; None writes none.
+    """
+    found = {f"{run.name}: " if len(runs) > 1 else "": run.parts for run in runs if run.parts.size}
+    if not found:
+        return {}
+    texts, left = [], np.zeros(len(found))
+    png, height = folder and folder / "compare-parts.png", 2.0 + 0.4 * len(found)
+    with svg_drawing("parts", height=height, png=png) as drawing:
+        axes, rows = drawing.axes, range(len(found))
+        for part, share in zip(PARTS, 100 * np.array([*found.values()]).T, strict=True):
+            axes.barh(rows, share, 0.5, left, color=PARTS[part], label=part)
+            left = left + share
+        for row, (name, (compute, *others)) in enumerate(found.items()):
+            ideal = f"{percent(compute)} of the ideal"
+            axes.text(0, row - 0.32, short_name(name, MAX_BAR_LETTERS) + ideal)
+            shown = zip(("wait", "exchange", "outer step"), map(percent, others), strict=True)
+            texts.append(f"{name}{ideal} ({', '.join(map(' '.join, shown))})")
+        axes.set(xlabel="% of the time", yticks=(), ylim=(len(found) - 0.65, -0.65))
+    text = f"Time of local steps: {'; '.join(texts)}."
+    return {"parts": Chart("Compute, wait, exchange", drawing.svg, text, PARTS_NOTE)}
 
 
 def _losses(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +125,6 @@ def _svg_element(text: str) -> str:
     body = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", body)
     for color, page_color in _PAGE_COLORS.items():
         body = re.sub(rf"{color}\b", page_color, body, flags=re.IGNORECASE)
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", body)
     body = re.sub(r"\n\s*", "\n", body)
     return f'<svg {box[0]} aria-hidden="true">{body}'.strip()
@@ -147,10 +146,3 @@ def smoothed(ends: Array, losses: Array, width: float) -> tuple[Array, Array]:
     half = max(width, (edges[-1] - edges[0]) / NUM_PLACES) / 2
     first, last = np.maximum(edges[0], places - half), np.minimum(edges[-1], places + half)
     return places, (np.interp(last, edges, sums) - np.interp(first, edges, sums)) / (last - first)
-
-
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return means of `width` neighbouring values around each value; fewer at the ends."""
-    reach = width // 2
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
