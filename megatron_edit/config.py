@@ -59,7 +59,7 @@ _FIXING = (*(name for name in AUTO_SETTINGS if name != "final_sync_fraction"), "
 _PAPER = {"warmup_steps": 1000, "outer_lr": USUAL_LR, "outer_momentum": USUAL_MOMENTUM,
           "weight_temperature": 1.0}  # fmt: skip
 # A training in whose warm-up nothing can be measured.
-_SHORT_INTERVAL, _SHORT_WARMUP_SHARE = 8, 0.1
+_SHORT_INTERVAL = 8
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class EditConfig(Settings):
             for name, value in _PAPER.items():
                 if getattr(self, name) is None:
                     object.__setattr__(self, name, value)
+        if self.warmup_steps is None:
+            object.__setattr__(self, "has_open_warmup", True)
         adapted = [name for name in OUTER_SETTINGS if getattr(self, name) is None]
         for spec in dataclasses.fields(self):
             if "usual" in spec.metadata and getattr(self, spec.name) is None:
@@ -149,13 +151,12 @@ class EditConfig(Settings):
                 f"train longer, or give {flag('warmup_steps')} 0",
             )
         steps = max(WARMUP_SHARE * num_iterations, AUTO_WARMUP_STEPS if self.auto else 1)
-        if steps <= LONGEST_WARMUP_SHARE * num_iterations or not num_iterations:
+        is_short = 0 < LONGEST_WARMUP_SHARE * num_iterations < steps
+        warmup = max(1, round(WARMUP_SHARE * num_iterations if is_short else steps))
+        if not (self.auto and is_short):
             found = copy.copy(self)  # `replace` would take what is open for given
-            object.__setattr__(found, "warmup_steps", round(steps))
+            object.__setattr__(found, "warmup_steps", warmup)
             return found, None
-        warmup = max(1, round(_SHORT_WARMUP_SHARE * num_iterations))
-        if not self.auto:
-            return dataclasses.replace(self, warmup_steps=warmup), None
         interval = min(_SHORT_INTERVAL, num_iterations - warmup)
         given = {"sync_interval": interval, "sync_dtype": INT8, **outer_preset(interval, INT8)}
         fixed: dict[str, Any] = {n: given.get(n, getattr(self, n)) for n in self.open_settings}
@@ -207,6 +208,7 @@ def recorded_settings(path: Path) -> dict[str, Any]:
         if choices := record.get("choices"):
             chosen = choices[-1]["settings"]
             found |= {n: chosen[n] for n in auto_settings(found["strategy"]) if n in chosen}
+            found["warmup_steps"] = min(found["warmup_steps"], choices[0]["since"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{flag('settings')} {path}",

@@ -113,7 +113,7 @@ class EditEngine:
         self._stream, self._flags = SyncStream(groups.sync.streams), DelayedFlags(groups.control)
         self._gradients = GradientAverager(settings.gradient_wire, host, groups)
         self._common_stop, self.reserve_memory = CommonStop(groups.sync), self.syncs.reserve
-        self.status = EngineStatus(settings, state, self.syncs, self._flags)
+        self.status = EngineStatus(state, self.syncs, self._flags)
         self._context = ErrorContext(
             state, self.status, self._board, is_elastic=elastic is not None
         )
@@ -139,6 +139,7 @@ class EditEngine:
             self._enter_final_phase()
         elif self.settings.schedule.is_warmup(step + 1):
             self._trigger.begin_warmup()
+            self._tuner.begin(step)
         else:
             self._switch()
 
@@ -513,7 +514,9 @@ class EditEngine:
             return
         if self.host.progress().begins_final_phase:
             self._enter_final_phase()
-        elif self.settings.schedule.is_switch(self.state.step):
+        elif self.settings.schedule.is_switch(self.state.step) or self._tuner.ends_warmup(
+            self.state.step
+        ):
             self._switch()
 
     def _end_rounds(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_edit.comm.control import ControlRecord, DelayedFlags, Flag
-from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.method.ledger import BlockAssignment
@@ -19,11 +18,8 @@ class EngineStatus:
         flags: of rank 0 of the replica.
     """
 
-    def __init__(
-        self, settings: EngineSettings, state: RunState, syncs: SyncManager, flags: DelayedFlags
-    ) -> None:
-        self._settings, self._state = settings, state
-        self._syncs, self._flags = syncs, flags
+    def __init__(self, state: RunState, syncs: SyncManager, flags: DelayedFlags) -> None:
+        self._state, self._syncs, self._flags = state, syncs, flags
 
     @property
     def step(self) -> int:
@@ -49,8 +45,10 @@ class EngineStatus:
     @property
     def was_warmup_step(self) -> bool:
         """Whether gradients were averaged in the last step, of the warm-up or the final phase."""
-        is_in_phase = self.is_warmup and self.step != self._state.last_local_step
-        return is_in_phase or self._settings.schedule.is_warmup(self.step)
+        state = self._state
+        if self.is_warmup:
+            return self.step != state.last_local_step
+        return state.rounds.count == 0 and self.step == state.round_start  # the rounds begin
 
     @property
     def is_mid_round(self) -> bool:

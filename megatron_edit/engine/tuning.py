@@ -27,7 +27,7 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire, unit_bytes
-from megatron_edit.constants import FP32_BYTES, MOMENTS_BOTH
+from megatron_edit.constants import AUTO_WARMUP_STEPS, FP32_BYTES, MOMENTS_BOTH
 from megatron_edit.engine.host import EngineGroups, Reporter
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
@@ -40,6 +40,7 @@ from megatron_edit.method.auto import (
     calibrated,
     choose,
     mean_wait,
+    warmup_end,
 )
 from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.landing import LandingRule
@@ -66,8 +67,8 @@ class StepMeter:
     """Seconds of the last steps of the warm-up on this rank.
 
     Attributes:
-        last_step: W, the last step of the warm-up; infinite with a hub, until the settings are
-            chosen. None measures nothing.
+        last_step: that is measured: W, or a step after which the warm-up may end; infinite with a
+            hub, until the settings are chosen. None measures nothing.
         steps: seconds of measured steps, without the averaging of gradients.
         forwards: seconds of their forward passes, from the first gather of parameters to the last.
         averagings: seconds that the averaging of gradients added to them.
@@ -100,6 +101,12 @@ class StepMeter:
         began = self._now()
         yield
         self._averaging += self._now() - began
+
+    def restart(self, last_step: int) -> None:
+        """Forget what was measured; measure the steps up to this one."""
+        self.last_step = last_step
+        for values in (self.steps, self.forwards, self.averagings):
+            values.clear()
 
     def interrupt(self) -> None:
         """Do not measure the step that goes on: the replica does something else in it."""
@@ -155,6 +162,33 @@ class AutoTuner:
         last = given.warmup_steps if given.hub is None else math.inf
         return cls(settings, groups, unit_numels, StepMeter(groups, last if given.auto else None))
 
+    def begin(self, step: int) -> None:
+        """Begin or resume the warm-up after `step`."""
+        given = self.settings.given
+        if self._may_shorten:
+            first = max(AUTO_WARMUP_STEPS, step + MEASURED_STEPS)
+            self.meter.restart(min(given.warmup_steps, first))
+
+    def ends_warmup(self, step: int) -> bool:
+        """Whether the warm-up ends after `step`, before W, as it takes too long.
+
+        Collective at the steps of `StepMeter.last_step`: all ranks of all replicas.
+        """
+        given, total = self.settings.given, self.settings.last_local_step
+        is_due = self._may_shorten and step == self.meter.last_step
+        if not is_due or (known := self._measured_steps()) is None:
+            return False
+        if (end := warmup_end(known, given.warmup_steps, total)) <= step:
+            return True
+        following = max(step + MEASURED_STEPS, min(end, 2 * step))
+        self.meter.restart(min(given.warmup_steps, following))
+        return False
+
+    @property
+    def _may_shorten(self) -> bool:
+        given = self.settings.given
+        return given.auto and given.has_open_warmup and given.hub is None
+
     def open_groups(self, timeout: AdaptiveTimeout) -> int:
         """Use every group once, and allow exchanges the time that their bytes need.
 
@@ -197,19 +231,30 @@ class AutoTuner:
             return None
         if (before := state.rounds.choice) is not None:
             return self._choose_again(state, before)
+        if (known := self._measured_steps()) is None:
+            reporter.on_message("no step of the warm-up was measured: no settings are chosen")
+            return None
+        setting, measured = self._measure(known)
+        local_steps = self.settings.last_local_step - state.step
+        return choose(setting, measured, state.step, local_steps)
+
+    def _measured_steps(self) -> Measurement | None:
+        """What the meters of all ranks have measured; None where one has not measured a step.
+
+        Collective: all ranks of all replicas.
+        """
         meter, replicas = self.meter, self.groups.sync.size
         mine = [_median(meter.steps), _median(meter.forwards, default=0.0),
                 _median(meter.averagings), float(len(meter.steps))]  # fmt: skip
         seconds, forward, averaging, counts = _gather_all(self.groups, mine).unbind(dim=1)
         if bool(seconds.isnan().any()):
-            reporter.on_message("no step of the warm-up was measured: no settings are chosen")
             return None
         last = _gather_all(self.groups, meter.steps[-int(counts.min()) :])
         # A rank that waits for others of its replica has longer steps than these.
         shortest = last.unflatten(0, (replicas, -1)).amin(dim=1)
         of_replicas = seconds.unflatten(0, (replicas, -1)).amax(dim=1).tolist()
         slowest = max(of_replicas)
-        known = Measurement(
+        return Measurement(
             step=statistics.median(of_replicas) if self.settings.is_timed else slowest,
             forward=float(forward.min()),
             wait=mean_wait(shortest.tolist()),
@@ -217,9 +262,6 @@ class AutoTuner:
             averaging=float(averaging.min()),  # without the wait for slower replicas
             evenness=statistics.harmonic_mean(of_replicas) / slowest,
         )
-        setting, measured = self._measure(known)
-        local_steps = self.settings.last_local_step - state.step
-        return choose(setting, measured, state.step, local_steps)
 
     def _choose_again(self, state: RunState, before: AutoChoice) -> AutoChoice:
         """Choose again. If nothing better is found, or too few steps remain, the settings stay, and

@@ -27,10 +27,11 @@ from megatron_edit.host.checkpoint.choosing import (
     model_of,
 )
 from megatron_edit.host.checkpoint.loading import (
-    averaged_fraction,
+    as_chosen,
     checked_plan,
     dropped_state,
     resuming_run,
+    with_warmup_of,
 )
 from megatron_edit.host.checkpoint.refusals import (
     check_pending,
@@ -112,7 +113,8 @@ def _check_resume(
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
     iterations = num_iterations(args)
-    last = last_local(iterations, averaged_fraction(config, manifest))
+    config = as_chosen(with_warmup_of(config, manifest), manifest)
+    last = last_local(iterations, config.averaged_fraction)
     run = resuming_run(config, config.nominal_replicas or config.num_replicas or 1, args, last)
     plan = checked_plan(path, manifest, run, config.warmup_steps)
     settings = EngineSettings(config, sync_mode == OVERLAP, last * run.num_replicas, last)

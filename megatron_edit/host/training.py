@@ -125,7 +125,6 @@ class TrainingLoop:
         device: torch.device,
         patcher: Patcher,
     ) -> None:
-        self._config = config
         self._world = world
         self._events = events
         self._telemetry = telemetry
@@ -151,7 +150,11 @@ class TrainingLoop:
 
     def use_settings(self, config: EditConfig) -> None:
         """Use settings that are complete, before training begins."""
-        self._config = self._loads.config = config
+        self._loads.config = config
+
+    @property
+    def _config(self) -> EditConfig:
+        return self._loads.config
 
     def attach(self) -> None:
         """Wrap Megatron's training loop."""

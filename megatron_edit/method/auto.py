@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_edit.constants import (
     ALL,
+    AUTO_WARMUP_STEPS,
     BF16,
     FP32,
     INT2,
@@ -40,6 +41,9 @@ DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
 MOMENTS = ((MOMENTS_BOTH, 1), (MOMENTS_BOTH, 4), (NONE, 1))  # kinds, and K
 FINAL_FRACTIONS = (0.05, 0.02, 0.0)
 FINAL_COST = 0.02  # most of the training's time that a final phase may add
+# Where averaging takes long, the warm-up ends once it has added this share to the time of the
+# training, but not before this share of the steps.
+WARMUP_COST, LEAST_WARMUP_SHARE = 0.3, 0.02
 EVEN = 0.97  # replicas whose speed is less of their own are told about A-EDiT
 SHARE_STEP = 0.01  # predictions are not better than this
 MESSAGES_PER_EXCHANGE = 2  # that wait for one another
@@ -282,7 +286,9 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
 
 def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
     """The settings with a choice, as if it had been given without `--edit-auto`."""
-    chosen = {name: getattr(choice.settings, name) for name in given.open_settings}
+    chosen: dict[str, Any] = {n: getattr(choice.settings, n) for n in given.open_settings}
+    if given.has_open_warmup and given.hub is None:
+        chosen["warmup_steps"] = min(given.warmup_steps, choice.since)
     return replace(given, auto=False, auto_share=Settings.auto_share, **chosen)
 
 
@@ -304,6 +310,18 @@ def predict(
     share = cost.round / (cost.round + cost.exposed + wait * settings.fragments)
     loss = _loss(settings)
     return AutoChoice(settings, share, exposed, loss, step, measured, setting.is_timed)
+
+
+def warmup_end(measured: Measurement, most: int, total: int) -> int:
+    """The step after which a warm-up of at most so many steps ends, where averaging takes long.
+
+    Args:
+        most: W.
+        total: steps of the training.
+    """
+    least = max(AUTO_WARMUP_STEPS, math.ceil(LEAST_WARMUP_SHARE * total))
+    paid = WARMUP_COST * total * measured.step / max(measured.averaging, 1e-9)
+    return min(most, max(least, math.floor(paid)))
 
 
 def mean_wait(seconds: Sequence[Sequence[float]]) -> float:

@@ -138,9 +138,11 @@ class Settings:
     Attributes:
         open_settings: what `--edit-auto` chooses: settings that were not given. No field of the
             dataclass: `replace` gives all settings.
+        has_open_warmup: whether W was not given, and is a share of the training; no field either.
     """
 
     open_settings: ClassVar[tuple[str, ...]] = ()
+    has_open_warmup: ClassVar[bool] = False
 
     @property
     def averaged_fraction(self) -> float:

@@ -244,13 +244,13 @@ def record_with_fixed_measurements() -> None:
 
     record_all()
     first, later = map(float, os.environ["SPY_RATES"].split(","))
-    measure, choose = tuning.AutoTuner._measure, tuning.AutoTuner.choose
+    choose = tuning.AutoTuner.choose
     row = tuning.AutoTuner.row
     rates = iter((first, later))
 
-    def measure_constants(self: Any, known: Any) -> Any:
+    def steps_of_constants(self: Any) -> Any:
         averaging = 1e6 / first  # of a million bytes
-        return measure(self, Measurement(STEP_SECONDS, FORWARD_SECONDS, averaging=averaging))
+        return Measurement(STEP_SECONDS, FORWARD_SECONDS, averaging=averaging)
 
     def choose_by_own_steps(self: Any, *args: Any) -> Any:
         seconds = json.loads(os.environ["SPY_FACTORS"])[self.groups.sync.rank]
@@ -270,7 +270,7 @@ def record_with_fixed_measurements() -> None:
     if "SPY_FACTORS" in os.environ:
         tuning.AutoTuner.choose = choose_by_own_steps
     else:
-        tuning.AutoTuner._measure = measure_constants
+        tuning.AutoTuner._measured_steps = steps_of_constants
         tuning.AutoTuner.row = row_of_constants
     tuning.measure_links = lambda groups: (next(rates), LATENCY)
     tuning._work_per_element = lambda name, numel, groups: 1e-9

@@ -110,6 +110,28 @@ def test_chosen_final_phase_is_resumed(tmp_path: Path, step: int) -> None:
     assert_continues(run.folder, tmp_path, step, 2)
 
 
+def test_expensive_warmup_ends_early(tmp_path: Path) -> None:
+    """A warm-up of a share of the training ends as soon as it has cost too much; a given one does
+    not. Its resume, and its record, have the same warm-up."""
+    flags = ALONE | {"train_iters": 300, "exit_interval": 60, "eval_iters": 0}
+    slow = cached_run(train, rates=f"{SLOW},{SLOW}", save_interval=20, **flags)
+    (choice,) = choices(slow)
+    assert (
+        choice["since"]
+        == 20
+        < json.loads((slow.folder / "run.json").read_text())["config"]["warmup_steps"]
+    )
+    assert slow.syncs[0]["iteration"] > 20
+    iterations = [line["iteration"] for line in slow.lines("loss.jsonl")]
+    assert iterations == list(range(1, len(iterations) + 1))
+    resumed = train(tmp_path / "r", rates=f"{SLOW},{SLOW}", load=slow.folder / "saves",
+                    ckpt_step=40, **flags)  # fmt: skip
+    assert choices(resumed) == [choice]
+    assert_continues(slow.folder, tmp_path / "r", 40, 2)
+    given = train(tmp_path / "g", rates=f"{SLOW},{SLOW}", **flags | {"edit_warmup_steps": 30})
+    assert choices(given)[0]["since"] == 30
+
+
 def test_short_training_has_fixed_settings(tmp_path: Path) -> None:
     """Too few steps to measure in: a line says so, and rounds begin."""
     run = run_edit(tmp_path, 2, 2, **ALONE | {"train_iters": 30, "edit_sync_interval": None})

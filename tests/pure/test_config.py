@@ -17,7 +17,7 @@ from megatron_edit.config import EditConfig, add_arguments, phase_warning
 from megatron_edit.constants import AUTO_WARMUP_STEPS, WARMUP_SHARE
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, endpoint_text, flag, parse_endpoint, preset_of
-from megatron_edit.method.auto import auto_settings
+from megatron_edit.method.auto import SyncSettings, auto_settings
 from megatron_edit.method.settings import GROUPS
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -167,7 +167,7 @@ BAD = [
 def test_flags_and_defaults_are_frozen() -> None:
     """Catches a renamed flag or a changed default: both are part of the public interface."""
     assert {f.name: preset_of(f, "edit", "adam") for f in dataclasses.fields(EditConfig)} == FROZEN
-    assert vars(EditConfig()) == FROZEN
+    assert dataclasses.asdict(EditConfig()) == FROZEN
 
 
 def test_strategy_presets_do_not_repeat_defaults() -> None:
@@ -284,9 +284,7 @@ def test_recorded_settings_are_repeated(tmp_path: Path) -> None:
     """All that affects the numbers, as chosen last; not the places and names of the run."""
     first, _ = config_from_argv(["--use-edit", "--edit-clip", "5", "--edit-num-replicas", "4",
                                  "--edit-log-dir", "x"]).for_training(1000)  # fmt: skip
-    chosen = {"sync_interval": 32, "sync_dtype": "int4", "delay_steps": 2, "fragments": 3,
-              "outer_lr": 0.9, "outer_momentum": 0.5, "sync_seconds": 7.0,
-              "average_moments": "both", "average_moments_every": 4, "final_sync_fraction": 0.02}  # fmt: skip
+    chosen = dataclasses.asdict(SyncSettings(32, "int4", 3, 2, 0.9, 0.5, 7.0, "both", 4, 0.02))
     record = {"config": dataclasses.asdict(first), "choices": [{"settings": {}}]}
     record["choices"] = [{"settings": chosen | {"sync_interval": 8}}, {"settings": chosen}]
     path = tmp_path / "run.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +58,7 @@ from megatron_edit.host.checkpoint.replica_local import (
 from megatron_edit.host.model.counters import last_local_iteration
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Call
-from megatron_edit.method.auto import AutoChoice, auto_settings
+from megatron_edit.method.auto import AutoChoice, auto_settings, with_choice
 from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.loss_check import LossHistory
 from megatron_edit.method.strategy import STRATEGIES
@@ -205,10 +205,11 @@ class LoadControl:
         resume, args = self._resume, host.arguments
         if resume is not None:
             manifest, plan = resume.manifest, resume.plan
-            check_schedule(choice.path, manifest, plan, engine.settings.schedule)
+            settings = replace(engine.settings, given=as_chosen(self.config, manifest))
+            check_schedule(choice.path, manifest, plan, settings.schedule)
             check_samples(choice.path, plan, args)
-            check_pending(choice.path, manifest, plan, engine.settings)
-            check_rounds(choice.path, manifest, plan, engine.settings)
+            check_pending(choice.path, manifest, plan, settings)
+            check_rounds(choice.path, manifest, plan, settings)
         is_common = resume is None or resume.manifest.is_warmup
         is_assigned = engine.settings.assigns_blocks and not host.progress().begins_final_phase
         if is_assigned and is_common:
@@ -224,10 +225,11 @@ class LoadControl:
         if choice is None or parameters_only(args) or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
-        fraction = averaged_fraction(self.config, choice.manifest)
-        iterations = last_local_iteration(args, fraction)
-        run = resuming_run(self.config, replicas, args, iterations)
-        plan = checked_plan(choice.path, choice.manifest, run, self.config.warmup_steps)
+        self.config = with_warmup_of(self.config, choice.manifest)
+        config = as_chosen(self.config, choice.manifest)
+        iterations = last_local_iteration(args, config.averaged_fraction)
+        run = resuming_run(config, replicas, args, iterations)
+        plan = checked_plan(choice.path, choice.manifest, run, config.warmup_steps)
         assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"
         return _Resume(choice, choice.iteration, choice.manifest, plan, call)
 
@@ -434,11 +436,20 @@ def resuming_run(
     )
 
 
-def averaged_fraction(config: EditConfig, manifest: Manifest) -> float:
-    """`Settings.averaged_fraction` with the choice of the checkpoint, if it has one."""
-    if manifest.choice is None or "final_sync_fraction" not in config.open_settings:
-        return config.averaged_fraction
-    return AutoChoice.from_json(manifest.choice).settings.final_sync_fraction
+def with_warmup_of(config: EditConfig, manifest: Manifest) -> EditConfig:
+    """The settings with the warm-up of a checkpoint from the rounds, where W was not given: the
+    training may be longer now."""
+    before = manifest.settings.get("warmup_steps")
+    if manifest.is_warmup or config.auto or not config.has_open_warmup or before is None:
+        return config
+    return replace(config, warmup_steps=min(config.warmup_steps, before))
+
+
+def as_chosen(config: EditConfig, manifest: Manifest) -> EditConfig:
+    """The settings with the choice of a checkpoint, if it has one."""
+    if manifest.choice is None or not config.auto:
+        return config
+    return with_choice(config, AutoChoice.from_json(manifest.choice))
 
 
 def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:

@@ -176,6 +176,7 @@ class Facts:
         if choices:
             chosen = choices[-1]["settings"]
             config |= {each: chosen[each] for each in auto_settings(name) if each in chosen}
+            config["warmup_steps"] = choices[0]["since"]
         strategy = STRATEGIES[name]
         segment = found.get("segment")
         point = segment and segment["resumed_from"]
