@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_edit.method.auto import SyncSettings
 from megatron_edit.tools.cli import main
 from tests.harness.launch import REPOSITORY
 from tests.harness.pages import commands
@@ -68,70 +69,50 @@ def link_of(cell: str) -> str:
     return cell.removesuffix("/s").replace(" ", "")
 
 
-def flags_of(cell: str) -> str:
-    """Return the flags of a cell; none if it has no code."""
-    found = CODE.search(cell)
-    return found[1] if found else ""
-
-
 def steps(number: float) -> str:
     """Return a ratio with two digits, or all digits of its integer part."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def test_shares_are_those_of_the_plan(plan: Any) -> None:
-    """Would catch a changed cost model or configuration, and a flag that plan does not accept."""
-    table = rows(computed("shares"))
-    assert len(table) >= 6
-    for row in table:
-        plain = plan(link_of(row[0]))
-        exchange = plain["strategies"]["ddp"]["exchange_seconds"] / plain["step_seconds"]
-        share = {name: found["share_of_ideal"] for name, found in plain["strategies"].items()}
-        flags = flags_of(row[4])
-        with_flags = ""
-        if flags:
-            found = plan(link_of(row[0]), flags)["strategies"]["edit"]["share_of_ideal"]
-            with_flags = f"{found:.3f}"
-        expected = [row[0], steps(exchange), f"{share['stock']:.3f}", f"{share['edit']:.3f}",
-                    row[4], with_flags]  # fmt: skip
-        assert row == expected
-
-
-def days_of(plan: Any, link: str, flags: str) -> list[float]:
-    """Return days of the training: stock, EDiT, its warm-up, EDiT with a local warm-up."""
-    found = plan(link, flags)
-    step, strategies = found["step_seconds"], found["strategies"]
-    edit, stock = strategies["edit"], strategies["stock"]
-    total, warmup = flag_values()
-    final = round(total * edit["final_phase"]["share_of_training"])
-    synchronous = step + strategies["ddp"]["exposed_seconds"]
-    rounds = (total - warmup - final) * step / edit["share_of_ideal"] + final * synchronous
-    alone = warmup * step * found["replicas"]  # the global batch, on the ranks of one replica
-    seconds = [total * step / stock["share_of_ideal"], warmup * synchronous + rounds,
-               warmup * synchronous, alone + rounds]  # fmt: skip
-    return [value / SECONDS_OF_DAY for value in seconds]
+def row_of(plan: Any, link: str) -> list[str]:
+    """Return the row of a link: its exchange, stock Megatron's share, and what EDiT chooses, reaches
+    and takes."""
+    found = plan(link_of(link))
+    step, strategies, total = found["step_seconds"], found["strategies"], iterations()
+    edit, choice = strategies["edit"], strategies["edit"]["choice"]
+    warmup, final = choice["since"], round(total * edit["final_phase"]["share_of_training"])
+    synchronous = step + strategies["stock"]["exposed_seconds"]  # fp32 gradients, overlapped
+    averaged = step + choice["measured"]["averaging"]
+    rounds = (total - warmup - final) * step / edit["share_of_ideal"] + final * averaged
+    seconds = (total * synchronous, warmup * averaged + rounds, warmup * averaged,
+               warmup * step * found["replicas"] + rounds)  # fmt: skip
+    settings = SyncSettings(**choice["settings"])
+    words = settings.words
+    if settings.final_sync_fraction:
+        words += f", final {settings.final_sync_fraction:g}"
+    exchange = strategies["ddp"]["exchange_seconds"] / step
+    days = [f"{value / SECONDS_OF_DAY:.1f}" for value in seconds]
+    return [link, steps(exchange), f"{strategies['stock']['share_of_ideal']:.3f}", words,
+            f"{choice['share']:.3f}", f"{choice['loss']:+.1%}", *days]  # fmt: skip
 
 
 @cache
-def flag_values() -> tuple[int, int]:
-    """Return iterations and warm-up steps of the example's configuration."""
+def iterations() -> int:
+    """Return the iterations of the example's configuration."""
     text = "\n".join((REPOSITORY / word).read_text(encoding="utf-8")
                      for word in base_command() if word.endswith(".args"))  # fmt: skip
-    found = [re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
-             for name in ("--train-iters", "--edit-warmup-steps")]  # fmt: skip
-    total, warmup = (int(match[1]) for match in found if match)
-    return total, warmup
+    found = re.search(r"^--train-iters (\d+)$", text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
-def test_days_follow_from_the_plan(plan: Any) -> None:
-    """Would catch other iterations in the configuration, and another cost of synchronous steps."""
-    total, warmup = flag_values()
-    assert f"{warmup} of {total:,}".replace(",", " ") in TEXT
-    flags = {row[0]: flags_of(row[4]) for row in rows(computed("shares"))}  # the last of a link
-    for row in rows(computed("days")):
-        days = days_of(plan, link_of(row[0]), flags[row[0]])
-        assert row[1:] == [f"{value:.1f}" for value in days], row[0]
-    ideal = total * plan("10Gbit")["step_seconds"] / SECONDS_OF_DAY
+def test_choices_are_those_of_the_plan(plan: Any) -> None:
+    """Would catch a changed cost model, loss table or configuration."""
+    table = rows(computed("choices"))
+    assert len(table) >= 6
+    for row in table:
+        assert row == row_of(plan, row[0])
+    ideal = iterations() * plan("10Gbit")["step_seconds"] / SECONDS_OF_DAY
     assert computed("ideal days") == f"{ideal:.1f}"
 
 

@@ -22,6 +22,7 @@ from megatron_edit.method.auto import (
     Measurement,
     choose,
     with_choice,
+    warmup_end,
 )
 from megatron_edit.method.cost import Cost
 from megatron_edit.method.schedule import last_local
@@ -231,10 +232,6 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         depth=config.prefetch_units if lands_in_forward(job, config) else 1,
         num_replicas=job.mesh.num_replicas,
     )
-    local_steps = LEAST_ROUNDS * INTERVALS[-1]
-    if job.num_iterations is not None:
-        last = last_local(job.num_iterations, config.final_sync_fraction)
-        local_steps = last - config.warmup_steps
     work_of = partial(local_work, config, setting.machine, size=job.mesh.num_replicas)
     seconds_per_byte = setting.link.seconds(job.mesh.ranks_per_host)
     measured = Measurement(
@@ -245,7 +242,13 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         work=dict.fromkeys(WIRE_LOSS, sum(map(work_of, numels)) / sum(numels)),
         averaging=synchronous_cost(job, config, setting).exposed,
     )
-    return choose(rules, measured, config.warmup_steps, local_steps)
+    warmup, local_steps = config.warmup_steps, LEAST_ROUNDS * INTERVALS[-1]
+    if job.num_iterations is not None:
+        last = last_local(job.num_iterations, config.final_sync_fraction)
+        if config.has_open_warmup and config.hub is None:
+            warmup = warmup_end(measured, warmup, last)
+        local_steps = last - warmup
+    return choose(rules, measured, warmup, local_steps)
 
 
 # ---- Suggestions
