@@ -75,8 +75,7 @@ def steps(number: float) -> str:
 
 
 def row_of(plan: Any, link: str) -> list[str]:
-    """Return the row of a link: its exchange, stock Megatron's share, and what EDiT chooses, reaches
-    and takes."""
+    """Return the row of a link: its exchange, stock Megatron, and what EDiT chooses and takes."""
     found = plan(link_of(link))
     step, strategies, total = found["step_seconds"], found["strategies"], iterations()
     edit, choice = strategies["edit"], strategies["edit"]["choice"]

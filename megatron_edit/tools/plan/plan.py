@@ -21,8 +21,8 @@ from megatron_edit.method.auto import (
     AutoSetting,
     Measurement,
     choose,
-    with_choice,
     warmup_end,
+    with_choice,
 )
 from megatron_edit.method.cost import Cost
 from megatron_edit.method.schedule import last_local
