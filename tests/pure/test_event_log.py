@@ -127,10 +127,14 @@ def test_choices_are_added_to_run_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert [AutoChoice.from_json(each) for each in after.pop("choices")] == [
         choice_of(16), choice_of(64),
     ]  # fmt: skip
+    before["training"]["last_local_step"] = 90
     assert after == before and set(texts(tmp_path)) == {"run.json"}
     printed = capsys.readouterr().out
-    assert printed.count("--edit-auto after step 20: tau 16, int8") == 2  # console and replica 1
-    assert printed.count("tau 64, int8, fragments 4, delay 2, nu 0.8, mu_o 0.7 (of the ch") == 2
+    line = (
+        "chosen after step 20: a sync every {} steps in int8, in 4 fragments, landing 2 steps later"
+    )
+    assert printed.count(line.format(16)) == 2  # console and replica 1
+    assert printed.count(line.format(64)) == 2 and printed.count("(of the checkpoint)") == 6
 
 
 def test_choice_survives_full_disk(tmp_path: Path) -> None:
@@ -153,13 +157,13 @@ def test_monitor_shows_chosen_settings(tmp_path: Path) -> None:
     content = SyntheticRun(replicas=2).run()
     content["config"] |= {"auto": True, "sync_interval": 128}
     facts = Facts.of(json.dumps(content))
-    assert describe_schedule(facts) == "warm-up 20 steps, then syncs as --edit-auto chooses"
+    assert describe_schedule(facts) == "warm-up 20 steps, then syncs as chosen at its end"
     content["choices"] = [choice_of(16, delay=0).as_json(), choice_of(64).as_json()]
     facts = Facts.of(json.dumps(content))
     assert (facts.sync_interval, facts.delay_steps, facts.config["sync_dtype"]) == (64, 2, "int8")
     assert describe_schedule(facts) == (
-        "warm-up 20 steps, then a sync every 64 steps, landing 2 steps later (chosen by "
-        "--edit-auto)"
+        "warm-up 20 steps, then a sync every 64 steps, landing 2 steps later (chosen in "
+        "the warm-up)"
     )
     assert "raise --edit-sync-interval" in shorten_sync(facts)
     # A-EDiT: the seconds are chosen, and the steps are only expected.

@@ -59,11 +59,11 @@ def describe_schedule(facts: Facts) -> str:
     if facts.strategy.endless_warmup:
         return "gradients are averaged at every step"
     if facts.num_choices == 0:
-        return f"warm-up {facts.warmup_steps} steps, then syncs as --edit-auto chooses"
+        return f"warm-up {facts.warmup_steps} steps, then syncs as chosen at its end"
     is_timed = facts.strategy.is_timed
     interval = f"{facts.config['sync_seconds']:g} s" if is_timed else f"{facts.sync_interval} steps"
     delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
-    delayed += " (chosen by --edit-auto)" if facts.num_choices else ""
+    delayed += " (chosen in the warm-up)" if facts.num_choices else ""
     final = ""
     if facts.last_local_step is not None:
         what = "parameters" if facts.is_elastic else "gradients"
