@@ -109,14 +109,15 @@ class SyncMetrics:
             now: seconds on a monotonic clock; None reads it.
         """
         now = time.monotonic() if now is None else now
-        found = dict(_overall_scalars(report))
+        found, names = _overall_scalars(report), replica_names(report)
         if self.inside_bytes is not None:
             found["bytes-inside-replica"] = self.inside_bytes * report.inner_steps[0]
-        if self.with_units or len(report.inner_steps) <= FEW_REPLICAS:
-            found.update(_replica_scalars(report))
-        if self.with_units:
-            found.update(_unit_scalars(report))
-        samples = dict(zip(replica_names(report), report.samples, strict=True))
+        if self.with_units or len(names) <= FEW_REPLICAS:
+            for replica, name in enumerate(names):
+                found |= _below(f"replica-{name}", _replica_scalars(report, replica))
+        for index, unit in enumerate(report.units if self.with_units else ()):
+            found |= _below(f"unit-{unit}", _unit_scalars(report, index))
+        samples = dict(zip(names, report.samples, strict=True))
         if self._last is not None:
             found.update(self._speeds(report, samples, now))
         self._last = now, report.samples_of_all, samples
@@ -140,58 +141,65 @@ class SyncMetrics:
                     yield f"replica-{name}/tokens-per-second", speed
 
 
-def _overall_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
+def _overall_scalars(report: SyncReport) -> dict[str, float]:
     decision = report.decision
-    yield "round", report.round
-    yield "iteration", report.step
-    yield from _mean_and(decision.norms, "pseudo-gradient-norm", "max")
-    yield from _mean_and(report.update_norm, "update-norm", "max")
-    yield "z-score/max", _largest(decision.verdict.scores)
-    yield "anomalies", int(decision.verdict.anomalous.sum())
-    yield "loss-z-score/max", _largest(decision.loss.scores)
-    yield "loss-rejections", int(decision.loss.rejected.sum())
-    yield "rollbacks", int(decision.rollback.sum())
-    yield "weight/min", decision.weights.min().item()
-    yield "weight/max", decision.weights.max().item()
-    yield "weight-entropy", torch.special.entr(decision.weights).sum(dim=0).mean().item()
-    yield from _mean_and(effective_replicas(decision.weights), "effective-replicas", "min")
-    yield from _mean_and(report.clip, "clip-factor", "min")
-    yield "inner-steps/min", min(report.inner_steps)
-    yield "inner-steps/max", max(report.inner_steps)
-    for name in SYNC_TIMES:
-        yield f"seconds/{name}", report.seconds[name]
-    yield "bytes-between-replicas", report.wire_bytes
+    return {
+        "round": report.round,
+        "iteration": report.step,
+        **_mean_and_max(decision.norms, "pseudo-gradient-norm"),
+        **_mean_and_max(report.update_norm, "update-norm"),
+        "z-score/max": _largest(decision.verdict.scores),
+        "anomalies": int(decision.verdict.anomalous.sum()),
+        "loss-z-score/max": _largest(decision.loss.scores),
+        "loss-rejections": int(decision.loss.rejected.sum()),
+        "rollbacks": int(decision.rollback.sum()),
+        "weight/min": decision.weights.min().item(),
+        "weight/max": decision.weights.max().item(),
+        "weight-entropy": torch.special.entr(decision.weights).sum(dim=0).mean().item(),
+        **_mean_and_min(effective_replicas(decision.weights), "effective-replicas"),
+        **_mean_and_min(report.clip, "clip-factor"),
+        "inner-steps/min": min(report.inner_steps),
+        "inner-steps/max": max(report.inner_steps),
+        **{f"seconds/{name}": report.seconds[name] for name in SYNC_TIMES},
+        "bytes-between-replicas": report.wire_bytes,
+    }
 
 
-def _replica_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
+def _replica_scalars(report: SyncReport, replica: int) -> dict[str, float]:
     decision = report.decision
-    names = replica_names(report)
-    for replica, steps in enumerate(report.inner_steps):
-        name = f"replica-{names[replica]}"
-        yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[replica])
-        yield f"{name}/weight", decision.weights[replica].mean().item()
-        yield f"{name}/anomalies", int(decision.verdict.anomalous[replica].sum())
-        yield f"{name}/round-loss", decision.loss.losses[replica].item()
-        yield f"{name}/loss-z-score", decision.loss.scores[replica].item()
-        yield f"{name}/inner-steps", steps
+    return {
+        "pseudo-gradient-norm": _mean(decision.norms[replica]),
+        "weight": decision.weights[replica].mean().item(),
+        "anomalies": int(decision.verdict.anomalous[replica].sum()),
+        "round-loss": decision.loss.losses[replica].item(),
+        "loss-z-score": decision.loss.scores[replica].item(),
+        "inner-steps": report.inner_steps[replica],
+    }
 
 
-def _unit_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
+def _unit_scalars(report: SyncReport, index: int) -> dict[str, float]:
     decision = report.decision
-    effective = effective_replicas(decision.weights)
-    for index, unit in enumerate(report.units):
-        name = f"unit-{unit}"
-        yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[:, index])
-        yield f"{name}/update-norm", report.update_norm[index].item()
-        yield f"{name}/clip-factor", report.clip[index].item()
-        yield f"{name}/effective-replicas", effective[index].item()
-        yield f"{name}/anomalies", int(decision.verdict.anomalous[:, index].sum())
+    return {
+        "pseudo-gradient-norm": _mean(decision.norms[:, index]),
+        "update-norm": report.update_norm[index].item(),
+        "clip-factor": report.clip[index].item(),
+        "effective-replicas": effective_replicas(decision.weights)[index].item(),
+        "anomalies": int(decision.verdict.anomalous[:, index].sum()),
+    }
 
 
-def _mean_and(values: Tensor, name: str, other: str) -> Iterator[tuple[str, float]]:
-    """Yield the mean of the finite values, and the largest (`max`) or smallest (`min`)."""
-    yield f"{name}/mean", _mean(values)
-    yield f"{name}/{other}", _largest(values) if other == "max" else -_largest(-values)
+def _below(prefix: str, scalars: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in scalars.items()}
+
+
+def _mean_and_max(values: Tensor, name: str) -> dict[str, float]:
+    """Return the mean of the finite values, and the largest."""
+    return {f"{name}/mean": _mean(values), f"{name}/max": _largest(values)}
+
+
+def _mean_and_min(values: Tensor, name: str) -> dict[str, float]:
+    """Return the mean of the finite values, and the smallest."""
+    return {f"{name}/mean": _mean(values), f"{name}/min": -_largest(-values)}
 
 
 def _mean(values: Tensor) -> float:
