@@ -53,7 +53,7 @@ from gpu_parts.plan import Plan
 from gpu_parts.report import Analysis, markdown
 from gpu_parts.runs import Bench, Outcome, Reading
 
-from megatron_edit.tools.compare.finished import configuration_hash
+from megatron_edit.tools.compare.plan import configuration_hash
 
 REFERENCES = tuple(REPOSITORY / "benchmarks" / "results" / f"gpu_check_{name}.json"
                    for name in ("cpu", "layouts_cpu"))  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_edit.atomic_files import write_atomic
 from megatron_edit.tools.cli.words import OneLineParser
-from megatron_edit.tools.compare.finished import configuration_hash
+from megatron_edit.tools.compare.plan import configuration_hash
 
 from .launch import REPOSITORY, RunFailedError
 from .page import ALL

@@ -25,9 +25,16 @@ from megatron_edit.tools.compare.entries import (
     Entry,
     parse_entries,
 )
-from megatron_edit.tools.compare.finished import configuration_hash, is_finished, store_finished
 from megatron_edit.tools.compare.flags import canonical, groups, int_flag, without
-from megatron_edit.tools.compare.plan import FORMAT, ComparisonSetting, RunPlan, make_plan
+from megatron_edit.tools.compare.plan import (
+    FORMAT,
+    ComparisonSetting,
+    RunPlan,
+    configuration_hash,
+    is_finished,
+    make_plan,
+    store_finished,
+)
 
 SCRIPT = Path(__file__)
 FLAGS = (

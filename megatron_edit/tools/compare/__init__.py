@@ -2,8 +2,7 @@
 
 | module | contents |
 |---|---|
-| flags, entries, plan | the runs, as immutable data |
-| finished | marks of finished runs, with the hash of their configuration |
+| flags, entries, plan | the runs, as immutable data, and marks of finished ones |
 | follow, runs | starting, following and aborting trainings |
 | console_log, traffic, readings | the results of a training, as numbers |
 | analysis | statistics over several runs |

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.atomic_files import write_atomic
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.command_line import config_from_argv
+from megatron_edit.constants import COMPACT_JSON
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry
-from megatron_edit.tools.compare.finished import configuration_hash
 from megatron_edit.tools.compare.flags import canonical, int_flag
 from megatron_edit.tools.compare.instances import check_reductions
 
 # Of configurations and results; another number invalidates all stored results. A configuration
 # holds the given flags only, so a changed default needs another number, too.
 FORMAT = 4
+HASH_DIGITS = 16  # 64 bits: collisions within a study are practically impossible
 EVENTS = "events"
 _OWN = "is set run by run"
 _NO_HUB = "belongs to elastic runs: runs of a comparison have no hub"
@@ -185,3 +188,29 @@ def _check_run(run: RunPlan) -> None:
     _ = run.placement
     if run.entry.strategy is None:
         check_reductions(run.entry.label, run.words)
+
+
+# ---- Marks of finished runs, with the hash of their configuration: everything that determines what
+# a run computes, as JSON, without the machine and the output folder. A run with the same one is not
+# repeated.
+
+
+def configuration_hash(configuration: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits, independent of the order of keys in mappings."""
+    text = json.dumps(configuration, sort_keys=True, separators=COMPACT_JSON, allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:HASH_DIGITS]
+
+
+def store_finished(path: Path, configuration: Mapping[str, Any]) -> None:
+    """Write the mark of a run, atomically."""
+    record = {"hash": configuration_hash(configuration), "configuration": configuration}
+    write_atomic(path, json.dumps(record) + "\n")
+
+
+def is_finished(path: Path, configuration: Mapping[str, Any]) -> bool:
+    """Return whether there is a mark of exactly this configuration."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return bool(record["hash"] == configuration_hash(configuration))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # missing or not a mark: the run is repeated

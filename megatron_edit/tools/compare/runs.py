@@ -10,7 +10,6 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.records import RUN
 from megatron_edit.tools.compare.analysis import ComparisonResult
 from megatron_edit.tools.compare.entries import IDEAL
-from megatron_edit.tools.compare.finished import is_finished, store_finished
 from megatron_edit.tools.compare.flags import canonical, int_flag
 from megatron_edit.tools.compare.follow import (
     Limits,
@@ -24,7 +23,7 @@ from megatron_edit.tools.compare.instances import (
     model_parallel_ranks,
     size_of,
 )
-from megatron_edit.tools.compare.plan import EVENTS, RunPlan
+from megatron_edit.tools.compare.plan import EVENTS, RunPlan, is_finished, store_finished
 from megatron_edit.tools.compare.readings import Reading, RunKind, read_run
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
