@@ -12,8 +12,13 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import FLAG_PREFIXES, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
 from megatron_edit.refusals import SYNC_SETTINGS
-from megatron_edit.tools.compare.flags import canonical, int_flag, read_flags_or_refuse, without
-from megatron_edit.tools.compare.instances import instance_flags
+from megatron_edit.tools.compare.flags import (
+    canonical,
+    instance_flags,
+    int_flag,
+    read_flags_or_refuse,
+    without,
+)
 
 STOCK = "stock"  # Megatron without the plugin, on all ranks
 STOCK_INSTANCES = "stock-instances"  # the same, with an optimizer instance per replica

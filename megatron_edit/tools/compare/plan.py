@@ -16,8 +16,7 @@ from megatron_edit.constants import COMPACT_JSON
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry
-from megatron_edit.tools.compare.flags import canonical, int_flag
-from megatron_edit.tools.compare.instances import check_reductions
+from megatron_edit.tools.compare.flags import canonical, check_reductions, int_flag
 
 # Of configurations and results; another number invalidates all stored results. A configuration
 # holds the given flags only, so a changed default needs another number, too.

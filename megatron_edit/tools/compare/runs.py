@@ -10,18 +10,19 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.records import RUN
 from megatron_edit.tools.compare.analysis import ComparisonResult
 from megatron_edit.tools.compare.entries import IDEAL
-from megatron_edit.tools.compare.flags import canonical, int_flag
+from megatron_edit.tools.compare.flags import (
+    INSTANCES_FLAG,
+    canonical,
+    int_flag,
+    model_parallel_ranks,
+    size_of,
+)
 from megatron_edit.tools.compare.follow import (
     Limits,
     RunFailedError,
     environment_of_ranks,
     follow,
     torchrun_line,
-)
-from megatron_edit.tools.compare.instances import (
-    INSTANCES_FLAG,
-    model_parallel_ranks,
-    size_of,
 )
 from megatron_edit.tools.compare.plan import EVENTS, RunPlan, is_finished, store_finished
 from megatron_edit.tools.compare.readings import Reading, RunKind, read_run

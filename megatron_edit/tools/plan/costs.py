@@ -29,7 +29,7 @@ from megatron_edit.method.cost import Cost, UnitExchange, gaps_of_round, round_c
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.compare.instances import SHARDED_FLAG
+from megatron_edit.tools.compare.flags import SHARDED_FLAG
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout, baseline_bytes
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.values import TrainingFlags

@@ -19,8 +19,7 @@ from megatron_edit.flags import FLAG_PREFIXES, flag
 from megatron_edit.method.auto import SyncSettings
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
-from megatron_edit.tools.compare.flags import groups, without
-from megatron_edit.tools.compare.instances import INSTANCES_FLAG, SHARDED_FLAG
+from megatron_edit.tools.compare.flags import INSTANCES_FLAG, SHARDED_FLAG, groups, without
 from megatron_edit.tools.compare.traffic import gradient_bytes
 from megatron_edit.tools.plan.values import TrainingFlags, check_ranks
 
