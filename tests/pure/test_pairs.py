@@ -14,7 +14,7 @@ from count_pairs import LAYER_WISE, counts, edit_settings, matrix, pairs, refusa
 from make_pairs_doc import cells
 from make_pairs_doc import main as write_pairs
 
-from megatron_edit.bridge.attach import check_settings
+from megatron_edit.bridge.callback import check_settings
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ADAM, MUON
