@@ -1,10 +1,12 @@
-"""`EditCallback`: EDiT in one call of Megatron-Bridge's `pretrain`, and what it attaches."""
+"""EDiT in Megatron-Bridge: `edit_recipe` and `EditCallback`, and what the latter attaches."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 
 from megatron_edit.bridge.arguments import ConfigArguments
 from megatron_edit.bridge.folders import folder_of_replica, folder_to_load
-from megatron_edit.bridge.settings import edit_config_of, exit_with, in_fields
+from megatron_edit.bridge.settings import check_names, edit_config_of, exit_with, in_fields
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
@@ -27,6 +29,38 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
     from megatron_edit.bridge.loop import BridgeLoop
+
+
+def edit_recipe[**P](
+    **settings: Any,
+) -> Callable[[Callable[P, ConfigContainer]], Callable[P, ConfigContainer]]:
+    """Return a decorator that replaces the optimizer of a recipe by an `EditOptimizerConfig`.
+
+    The settings can still be changed in the returned configuration, as `config.optimizer.NAME`,
+    before `EditCallback` is made.
+
+    Args:
+        settings: fields of `EditConfig`. A wrong name or value ends the process with exit code 2
+            and one line.
+    """
+
+    def decorate(recipe: Callable[P, ConfigContainer]) -> Callable[P, ConfigContainer]:
+        @wraps(recipe)
+        def with_edit(*args: P.args, **kwargs: P.kwargs) -> ConfigContainer:
+            config = recipe(*args, **kwargs)
+            try:
+                check_names(settings)
+                from megatron_edit.bridge.optimizer_config import EditOptimizerConfig
+
+                config.optimizer = EditOptimizerConfig.of(config.optimizer, settings)
+                edit_config_of(config.optimizer, config.optimizer.optimizer)
+            except EditError as error:
+                exit_with(error, is_first=is_first_rank())
+            return config
+
+        return with_edit
+
+    return decorate
 
 
 class EditCallback:
