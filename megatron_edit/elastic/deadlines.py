@@ -7,8 +7,17 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from megatron_edit.elastic.hub_state import HubState, LeaveReason, Member, Phase
-from megatron_edit.elastic.inputs import EpochOverdue, FromClock, Late, Lost, OpeningOverdue
+from megatron_edit.elastic.hub_state import (
+    EpochOverdue,
+    FromClock,
+    HubState,
+    Late,
+    LeaveReason,
+    Lost,
+    Member,
+    OpeningOverdue,
+    Phase,
+)
 
 OPENING_SECONDS = 60.0  # once the minimum is there, for the other replicas to begin with
 FORMING_SECONDS = 30.0

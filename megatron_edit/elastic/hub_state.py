@@ -1,15 +1,26 @@
-"""What the hub knows about the replicas, and how a journal leads to it."""
+"""What the hub knows, how a journal leads to it, and inputs and outputs of its decisions."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any
 
 from megatron_edit.elastic.journal import JournalEntry
-from megatron_edit.elastic.messages import Blocks, Deal, Ready
+from megatron_edit.elastic.messages import (
+    Arrive,
+    Blocks,
+    Deal,
+    Failed,
+    Formed,
+    FromHub,
+    Healed,
+    Hello,
+    Leave,
+    Ready,
+)
 
 NO_STATE = -1
 KEY_DIGITS = 32  # hexadecimal
@@ -433,3 +444,64 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             end = (has["reason"], has["exit_code"])
             state = replace(state, phase=Phase.ENDED, end=end)
     return replace(state, term=state.term + 1, is_epoch_used_up=state.epoch > 0)
+
+
+# ---- Inputs and outputs of the decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write a line of the journal, and go on only when it is durable."""
+
+    event: str
+    epoch: int
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a replica; dropped where it is not connected."""
+
+    name: str
+    message: FromHub
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A replica's connection has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A replica is taken for lost: it was silent for too long."""
+
+    reason: str = LeaveReason.LOST
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A replica copies the state for too long: the meeting has waited for it for so long."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Somebody asks that the run ends after the next commit; where a deal stands, the one after."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningOverdue:
+    """The replicas that are there have waited long enough for the others to begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOverdue:
+    """The members form the groups of an epoch, or exchange over them, for too long."""
+
+    epoch: int
+
+
+FromClock = Lost | Late | OpeningOverdue | EpochOverdue
+Output = Record | Send
+Input = Hello | Arrive | Formed | Ready | Failed | Healed | Leave | Disconnected | Stop | FromClock

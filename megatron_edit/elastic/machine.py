@@ -23,19 +23,17 @@ from typing import Any
 
 from megatron_edit.elastic.hub_state import (
     NO_STATE,
-    HubState,
-    LeaveReason,
-    Member,
-    Phase,
-)
-from megatron_edit.elastic.inputs import (
     Disconnected,
     EpochOverdue,
+    HubState,
     Input,
     Late,
+    LeaveReason,
     Lost,
+    Member,
     OpeningOverdue,
     Output,
+    Phase,
     Record,
     Send,
     Stop,

@@ -28,13 +28,19 @@ from megatron_edit.elastic.channel import (
 from megatron_edit.elastic.deadlines import REPLACED_SECONDS, Deadlines, Liveness
 from megatron_edit.elastic.hub_state import (
     NO_STATE,
+    Disconnected,
     HubState,
+    Input,
+    Late,
     Member,
+    Output,
     Phase,
+    Record,
+    Send,
+    Stop,
     failed_joins_text,
     replay,
 )
-from megatron_edit.elastic.inputs import Disconnected, Input, Late, Output, Record, Send, Stop
 from megatron_edit.elastic.journal import Journal
 from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (

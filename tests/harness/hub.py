@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_edit.elastic.agent import Agent
 from megatron_edit.elastic.channel import HubAddress, shut_down
-from megatron_edit.elastic.hub_state import HubState, replay
-from megatron_edit.elastic.inputs import Record, Send
+from megatron_edit.elastic.hub_state import HubState, Record, Send, replay
 from megatron_edit.elastic.journal import FILE_NAME, Journal, JournalEntry
 from megatron_edit.elastic.machine import step
 from megatron_edit.elastic.messages import (

@@ -45,15 +45,16 @@ from megatron_edit.elastic.channel import (
     open_session,
     tls_context,
 )
-from megatron_edit.elastic.hub_state import HubState, replay
-from megatron_edit.elastic.inputs import (
+from megatron_edit.elastic.hub_state import (
     Disconnected,
     EpochOverdue,
+    HubState,
     Late,
     Lost,
     OpeningOverdue,
     Record,
     Stop,
+    replay,
 )
 from megatron_edit.elastic.journal import JournalEntry
 from megatron_edit.elastic.machine import step

@@ -23,8 +23,15 @@ from megatron_edit.elastic.deadlines import (
     Deadlines,
     Liveness,
 )
-from megatron_edit.elastic.hub_state import LeaveReason, Phase
-from megatron_edit.elastic.inputs import Disconnected, EpochOverdue, Late, Lost, OpeningOverdue
+from megatron_edit.elastic.hub_state import (
+    Disconnected,
+    EpochOverdue,
+    Late,
+    LeaveReason,
+    Lost,
+    OpeningOverdue,
+    Phase,
+)
 from megatron_edit.elastic.messages import Failed
 from tests.harness.hub import HubDecisions
 

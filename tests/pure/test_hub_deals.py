@@ -21,12 +21,13 @@ from megatron_edit.elastic.deadlines import (
     Deadlines,
     Liveness,
 )
-from megatron_edit.elastic.hub_state import LeaveReason, Phase
-from megatron_edit.elastic.inputs import (
+from megatron_edit.elastic.hub_state import (
     Disconnected,
     EpochOverdue,
     Late,
+    LeaveReason,
     Lost,
+    Phase,
     Record,
     Send,
     Stop,

@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from megatron_edit.elastic.hub_state import RELAPSE_ROUNDS, LeaveReason, Phase, Standing, replay
-from megatron_edit.elastic.inputs import (
+from megatron_edit.elastic.hub_state import (
+    RELAPSE_ROUNDS,
     Disconnected,
     EpochOverdue,
     Late,
+    LeaveReason,
     Lost,
     OpeningOverdue,
+    Phase,
+    Standing,
     Stop,
+    replay,
 )
 from megatron_edit.elastic.machine import (
     FENCED_BECAUSE,

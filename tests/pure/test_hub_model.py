@@ -26,16 +26,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megatron_edit.elastic.hub_state import HubState, LeaveReason, Phase, replay
-from megatron_edit.elastic.inputs import (
+from megatron_edit.elastic.hub_state import (
     Disconnected,
     EpochOverdue,
+    HubState,
     Late,
+    LeaveReason,
     Lost,
     OpeningOverdue,
+    Phase,
     Record,
     Send,
     Stop,
+    replay,
 )
 from megatron_edit.elastic.journal import JournalEntry
 from megatron_edit.elastic.machine import step
