@@ -179,6 +179,10 @@ class LineReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Let the next call of `read` begin with the first line."""
         self.num_damaged = 0
         self._offset = 0
         self._rest = b""
@@ -202,8 +206,10 @@ class LineReader:
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
         for line in lines:
-            if (record := self._parse(line)) is not None:
+            if (record := _record(line)) is not None:
                 yield record
+            else:
+                self.num_damaged += bool(line.strip())
 
     def _new_bytes(self) -> bytes:
         found = stat_or_none(self.path)
@@ -223,9 +229,3 @@ class LineReader:
             return b""
         except (OSError, ValueError) as error:
             raise unreadable_error(self.path, error) from None
-
-    def _parse(self, line: bytes) -> dict[str, Any] | None:
-        if (record := _record(line)) is not None:
-            return record
-        self.num_damaged += bool(line.strip())
-        return None

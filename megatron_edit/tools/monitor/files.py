@@ -33,7 +33,7 @@ MAX_REPLICAS = 65536
 _LATE_BATCHES = 10  # that a killed run may not have written
 
 
-class EventFile[Record]:
+class EventFile[Record](LineReader):
     """The records of a file that may grow.
 
     Args:
@@ -42,36 +42,27 @@ class EventFile[Record]:
     """
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], Record]) -> None:
-        self.path, self._parse = path, parse
-        self._start()
+        self._parse = parse
+        super().__init__(path)
 
-    def _start(self) -> None:
-        self._reader = LineReader(self.path)
+    def start_over(self) -> None:
+        """Forget all records."""
+        super().start_over()
         self._records: list[Record] = []
 
-    @property
-    def num_damaged(self) -> int:
-        """Lines so far that are invalid."""
-        return self._reader.num_damaged
-
-    @property
-    def was_replaced(self) -> bool:
-        """Whether the file is not the one that was read before."""
-        return self._reader.was_replaced
-
-    def read(self) -> list[Record]:
+    def records(self) -> list[Record]:
         """Return all records, also those of earlier calls.
 
         Raises:
             UsageError: the file exists and cannot be read.
         """
         if self.was_replaced:
-            self._start()
-        for line in self._reader.read():
+            self.start_over()
+        for line in self.read():
             try:
                 self._records.append(self._parse(line))
             except (ArithmeticError, KeyError, TypeError, ValueError, IndexError):
-                self._reader.num_damaged += 1
+                self.num_damaged += 1
         return self._records
 
 

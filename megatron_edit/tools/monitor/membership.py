@@ -129,7 +129,7 @@ class HubJournal:
         """
         if self.file.was_replaced:
             self._start()
-        self.file.read()
+        self.file.records()
 
     def _add(self, record: Mapping[str, Any]) -> None:
         event, epoch = record["event"], as_count(record["epoch"])

@@ -164,7 +164,7 @@ class MonitoredRun:
         name = f"{name.removesuffix('.jsonl')}{segment.middle}.jsonl"
         if name not in self._files:
             self._files[name] = EventFile(self.folder / name, parse)
-        return self._files[name].read()
+        return self._files[name].records()
 
     def _replica(self, name: str) -> Replica:
         """Return a replica by name; a new one is added."""
