@@ -174,42 +174,43 @@ class Telemetry(Listener):
             self._recorders = {
                 each.name: [self._create(meter, each) for meter in found] for each in INSTRUMENTS
             }
-        self._put("edit.iterations.target", target)
-        self._put("edit.replicas.expected", num_replicas)
-        self._put("edit.sync.rollbacks", 0)  # counters begin at 0, so that rates are right
+        self._put({"edit.iterations.target": target, "edit.replicas.expected": num_replicas})
+        self._put({"edit.sync.rollbacks": 0})  # counters begin at 0, so that rates are right
         for verdict in VERDICTS:
-            self._put("edit.sync.updates", 0, verdict=verdict)
+            self._put({"edit.sync.updates": 0}, verdict=verdict)
         return bool(self._tracer or found)
 
     def on_iteration(self, iteration: Iteration) -> None:
         """Record a finished inner iteration."""
-        self._put("edit.iterations.done", iteration.iteration)
-        self._put("edit.tokens", iteration.tokens)
-        self._put("edit.loss", iteration.loss)
+        self._put({
+            "edit.iterations.done": iteration.iteration, "edit.tokens": iteration.tokens,
+            "edit.loss": iteration.loss,
+        })  # fmt: skip
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation of all replicas; of several sets, the last one."""
         if evaluation.split == VALIDATION:
-            self._put("edit.validation.loss", evaluation.loss)
+            self._put({"edit.validation.loss": evaluation.loss})
 
     def on_sync(self, report: SyncReport) -> None:
         """Record a finished sync."""
         decision, names = report.decision, replica_names(report)
         me = names.index(self._replica)
-        self._put("edit.round", report.round)
-        self._put("edit.replicas.active", len(names))
+        self._put({
+            "edit.round": report.round,
+            "edit.replicas.active": len(names),
+            "edit.sync.sent": report.wire_bytes,
+            "edit.sync.rollbacks": int(decision.rollback.sum()),
+            "edit.weight": decision.weights[me].mean().item(),
+            "edit.effective_replicas": effective_replicas(decision.weights).mean().item(),
+            "edit.clip": _finite(report.clip).mean().item(),
+        })  # fmt: skip
         for phase in SYNC_TIMES:
-            self._put("edit.sync.duration", report.seconds[phase], phase=phase)
-        self._put("edit.sync.sent", report.wire_bytes)
+            self._put({"edit.sync.duration": report.seconds[phase]}, phase=phase)
         for row in decision.reasons():
-            self._put("edit.sync.updates", 1, verdict=row[me] or ACCEPTED)
-        self._put("edit.sync.rollbacks", int(decision.rollback.sum()))
-        self._put("edit.weight", decision.weights[me].mean().item())
-        effective = effective_replicas(decision.weights)
-        self._put("edit.effective_replicas", effective.mean().item())
-        self._put("edit.clip", _finite(report.clip).mean().item())
+            self._put({"edit.sync.updates": 1}, verdict=row[me] or ACCEPTED)
         if (scores := _finite(decision.verdict.scores[me])).numel():
-            self._put("edit.z_score", scores.max().item())
+            self._put({"edit.z_score": scores.max().item()})
         if self._tracer is not None:
             if self._ids is not None:
                 self._ids.next_trace = trace_id_of(report)  # one trace of all replicas
@@ -218,7 +219,7 @@ class Telemetry(Listener):
     def on_end(self, ending: Ending) -> None:
         """Record how training ended."""
         self._exit_code = ending.exit_code
-        self._put("edit.run.ends", 1, exit_code=str(ending.exit_code))
+        self._put({"edit.run.ends": 1}, exit_code=str(ending.exit_code))
 
     def close(self) -> None:
         """Export what remains and close the port. Idempotent.
@@ -237,11 +238,12 @@ class Telemetry(Listener):
         for provider in own:
             finish_within(EXPORT_SECONDS, provider.shutdown, "telemetry")
 
-    def _put(self, name: str, value: float, **attributes: str) -> None:
-        """Record a value, unless it is not finite."""
-        if math.isfinite(value):
-            for record in self._recorders.get(name, ()):
-                record(value, {"replica": self._replica, **attributes})
+    def _put(self, values: Mapping[str, float], **attributes: str) -> None:
+        """Record the finite ones of some values."""
+        for name, value in values.items():
+            if math.isfinite(value):
+                for record in self._recorders.get(name, ()):
+                    record(value, {"replica": self._replica, **attributes})
 
     def _create(self, meter: Meter, instrument: Instrument) -> Callable[..., None]:
         """Create an instrument; return what records a value of it."""
