@@ -106,30 +106,20 @@ class RecordedLeave(NamedTuple):
     reason: str
 
 
-class HubJournal:
-    """The journal of a hub in its `--state-dir`, read while it grows."""
+class HubJournal(EventFile[None]):
+    """The journal of a hub in its `--state-dir`, read while it grows: `records` reads new lines."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._start()
+        super().__init__(folder / FILE_NAME, self._add)
 
-    def _start(self) -> None:
-        self.file = EventFile(self._folder / FILE_NAME, self._add)
+    def start_over(self) -> None:
+        """Forget what was read."""
+        super().start_over()
         self.term, self.leader = 0, ""  # starts of the hub; of the newest epoch
         self.joining: set[str] = set()
         self.leaves: dict[str, list[RecordedLeave]] = defaultdict(list)
         # How often in a row replicas were lost before they took part.
         self.failed_joins: dict[str, int] = {}
-
-    def poll(self) -> None:
-        """Read the new lines.
-
-        Raises:
-            UsageError: the file cannot be read.
-        """
-        if self.file.was_replaced:
-            self._start()
-        self.file.records()
 
     def _add(self, record: Mapping[str, Any]) -> None:
         event, epoch = record["event"], as_count(record["epoch"])

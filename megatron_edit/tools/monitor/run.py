@@ -109,7 +109,7 @@ class MonitoredRun:
         self._text = text
         self._clear()
         if self.journal is not None:
-            self.journal.poll()
+            self.journal.records()
         if text is None:
             return
         try:
@@ -285,7 +285,7 @@ class MonitoredRun:
         """Lines that could not be read, by file."""
         files: list[EventFile[Any]] = list(self._files.values())
         if self.journal is not None:
-            files.append(self.journal.file)
+            files.append(self.journal)
         return {each.path.name: each.num_damaged for each in files if each.num_damaged}
 
     @property
