@@ -60,12 +60,10 @@ class Entry:
         return _IDEAL_STRATEGY if self.name == IDEAL else self.name
 
     @property
-    def syncs(self) -> bool:
-        """Whether there are rounds that end with an outer step."""
+    def is_synchronous(self) -> bool:
+        """Whether gradients are exchanged at every step."""
         strategy = self.strategy
-        if strategy is None or self.name == IDEAL:
-            return False
-        return not STRATEGIES[strategy].endless_warmup
+        return strategy is None or STRATEGIES[strategy].endless_warmup
 
     def words(self, common: Sequence[str]) -> list[str]:
         """Return the flags of a training.

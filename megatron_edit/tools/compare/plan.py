@@ -15,7 +15,7 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.constants import COMPACT_JSON
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
-from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry
+from megatron_edit.tools.compare.entries import STOCK, Entry
 from megatron_edit.tools.compare.flags import canonical, check_reductions, int_flag
 
 # Of configurations and results; another number invalidates all stored results. A configuration
@@ -67,11 +67,6 @@ class RunPlan:
     def name(self) -> str:
         """Label and seed, for messages."""
         return self.entry.label + ("" if self.seed is None else f", seed {self.seed}")
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether gradients are exchanged at every step."""
-        return not (self.entry.syncs or self.entry.name == IDEAL)
 
     @property
     def words(self) -> list[str]:

@@ -121,6 +121,6 @@ def kind_of(run: RunPlan) -> RunKind:
         is_stock=strategy is None,
         is_ideal=run.entry.name == IDEAL,
         is_timed=strategy is not None and STRATEGIES[strategy].is_timed,
-        is_synchronous=run.is_synchronous,
+        is_synchronous=run.entry.is_synchronous,
         element=ElementBytes.of_flags(canonical(words).__contains__),
     )
