@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_edit.tools.compare.analysis import ComparisonResult, Spread, make_rows
 from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
-from megatron_edit.tools.compare.page import results_table, write_report
+from megatron_edit.tools.compare.page import Spread, make_rows, results_table, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
     Reading,
@@ -34,7 +33,7 @@ from megatron_edit.tools.compare.readings import (
     make_reading,
     read_run,
 )
-from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
+from megatron_edit.tools.compare.runs import ComparisonResult, carry_out, folder_of, kind_of
 from megatron_edit.tools.compare.traffic import (
     ElementBytes,
     Layout,

@@ -5,6 +5,5 @@
 | flags, entries, plan | the runs, as immutable data, and marks of finished ones |
 | follow, runs | starting, following and aborting trainings |
 | console_log, traffic, readings | the results of a training, as numbers |
-| analysis | statistics over several runs |
-| page | the report |
+| page | the report, with statistics over several runs |
 """

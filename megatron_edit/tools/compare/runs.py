@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.records import RUN
-from megatron_edit.tools.compare.analysis import ComparisonResult
 from megatron_edit.tools.compare.entries import IDEAL
 from megatron_edit.tools.compare.flags import (
     INSTANCES_FLAG,
@@ -29,6 +29,31 @@ from megatron_edit.tools.compare.readings import Reading, RunKind, read_run
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 CONSOLE, RESULT = "console.log", "result.json"
+
+Seed = int | None
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """The results of a comparison."""
+
+    plan: Sequence[RunPlan]  # all runs
+    readings: Mapping[RunPlan, Reading]
+    failures: Mapping[RunPlan, str]  # messages of failed runs
+
+    def of_label(self, label: str) -> dict[Seed, Reading]:
+        """Return the readings of an entry's finished runs, by seed."""
+        return {run.seed: r for run, r in self.readings.items() if run.entry.label == label}
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels of all entries, in their order."""
+        return list(dict.fromkeys(run.entry.label for run in self.plan))
+
+    @property
+    def compared(self) -> list[str]:
+        """Labels of the entries whose losses are compared."""
+        return [label for label in self.labels if label != IDEAL]
 
 
 def folder_of(run: RunPlan, output_dir: Path) -> Path:
