@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit import constants
-from megatron_edit.method.codec import Codec, longest
+from megatron_edit.method.codec import Codec, longest, power_of_two
 
 _EXACT_BITS = 24  # fp32 holds all integers up to 2^24
 _BIAS = 127  # of fp32 exponents
@@ -162,8 +162,8 @@ class _Levels(Codec):
         shift = self.block_numel.bit_length() - _EXACT_BITS
         unit = (exponent + shift).clamp_(min=1)
         inverse = (2 * _BIAS - unit).mul_(exponent >= _LEAST_EXPONENT)
-        out.mul_(_power_of_two(inverse)).floor_()
-        return _power_of_two(unit), exponent
+        out.mul_(power_of_two(inverse)).floor_()
+        return power_of_two(unit), exponent
 
     def _means(self, magnitudes: Tensor, large: Tensor, count: Tensor | float) -> Tensor:
         """Means that become scales, [rows, blocks, num_scales].
@@ -267,11 +267,6 @@ class _Levels(Codec):
             digits.sub_(torch.ge(digits, 2.0, out=negative), alpha=2.0)
         digits = digits.view(rows, -1)
         return digits, digits if self.base == 2 else negative.view(rows, -1)
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 powers of two of biased exponents; 0 for 0."""
-    return (exponents << _MANTISSA_BITS).view(torch.float32)
 
 
 INT2: Codec = _Levels(constants.INT2, 1024, base=4, values_per_byte=4, num_scales=2)

@@ -431,7 +431,7 @@ class _LogBlocks(Codec):
     ) -> None:  # fmt: skip
         exponents, codes = self._sections(data, numel, where)
         blocks = out.view(len(out), exponents.shape[1], -1)
-        decoded = self._unscaled(codes).mul_(_power_of_two(exponents))
+        decoded = self._unscaled(codes).mul_(power_of_two(exponents))
         blocks.add_(decoded) if adds else blocks.copy_(decoded)
 
     def _exponent_bytes(self, numel: int) -> int:
@@ -484,8 +484,8 @@ def _sixteenths(count: int) -> float:
     return power
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 [rows, 1], 2 to the power of biased exponents: 0 for 0, infinity for 255."""
+def power_of_two(exponents: Tensor) -> Tensor:
+    """fp32 powers of two of biased exponents: 0 for 0, infinity for 255."""
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 

@@ -209,13 +209,8 @@ class BlockAssignment:
 
 def runs_of(blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Blocks as runs of consecutive ones: the first, and how many."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and sum(runs[-1]) == block:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
-    return tuple(runs)
+    ranges = _joined((block, block + 1) for block in blocks)
+    return tuple((first, stop - first) for first, stop in ranges)
 
 
 def proportional_shares(total: int, counts: Sequence[int]) -> tuple[int, ...]:
@@ -307,27 +302,23 @@ class SampleOrder:
         if self.start < 0 or not is_ascending or any(low == high for low, high in self.displaced):
             raise ValueError(f"order of samples: start {self.start}, displaced {self.displaced}")
 
-    @property
+    @cached_property
     def end(self) -> int:
         """First number from which on the number of a sample is its own index."""
         return self.start + sum(high - low for low, high in self.displaced)
 
     def sample(self, number: int) -> int:
         """The sample with the given number in the order, both from 0."""
-        if not self.start <= number < self._end:
+        if not self.start <= number < self.end:
             return number
         place = bisect_right(self._first_numbers, number) - 1
         return self.displaced[place][0] + number - self._first_numbers[place]
 
     def samples(self, low: int, high: int) -> list[tuple[int, int]]:
         """Ranges of samples with the numbers `low` ... `high` - 1."""
-        if high <= self.start or low >= self._end:
+        if high <= self.start or low >= self.end:
             return [(low, high)]
         return _joined((sample, sample + 1) for sample in map(self.sample, range(low, high)))
-
-    @cached_property
-    def _end(self) -> int:
-        return self.end
 
     @cached_property
     def _first_numbers(self) -> list[int]:
