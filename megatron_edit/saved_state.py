@@ -51,8 +51,13 @@ class Ledger(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the fields of an assignment, if there is one."""
         if assignment is None:
             return None
-        a = assignment
-        return cls(a.target, a.frontier, a.holes, a.quotas, a.late)
+        return cls(
+            assignment.target,
+            assignment.frontier,
+            assignment.holes,
+            assignment.quotas,
+            assignment.late,
+        )
 
 
 class SavedRounds(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=_NAMES):

@@ -84,6 +84,9 @@ class Agent:
         timeout: seconds without a hub after which the replica gives up.
         clock: monotonic seconds.
         end_process: called with an exit code where the main thread does not take the last order.
+
+    Attributes:
+        state: where the replica stands.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Agent:
     ) -> None:  # fmt: skip
         self._address, self._timeout, self._clock = address, timeout, clock
         self._end_process = end_process
-        self._state = ReplicaState.fresh(hello)
+        self.state = ReplicaState.fresh(hello)
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._session: Session | None = None
@@ -109,14 +112,9 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name="edit-hub", daemon=True)
 
     @property
-    def state(self) -> ReplicaState:
-        """Where the replica stands."""
-        return self._state
-
-    @property
     def admitted_from(self) -> int:
         """The round that the replica waits for before it joins; 0: none."""
-        return self._state.admitted_from
+        return self.state.admitted_from
 
     def start(self) -> None:
         """Connect, now or when there is a hub."""
@@ -145,7 +143,7 @@ class Agent:
         Raises:
             ReplicaLostError: no hub answers within the agent's time-out.
         """
-        hello, until = self._state.hello, self._clock() + self._timeout
+        hello, until = self.state.hello, self._clock() + self._timeout
         question = b" ".join((STANDING, hello.name.encode(), hello.incarnation.encode()))
         while True:
             began = self._clock()
@@ -213,7 +211,7 @@ class Agent:
             began = self._clock()
             try:
                 self._open()
-                self._apply(report(self._state, Connected()))
+                self._apply(report(self.state, Connected()))
                 with selectors.DefaultSelector() as selector:
                     self._exchange(selector)
             except TooLongError as error:  # again in every session
@@ -226,7 +224,7 @@ class Agent:
                     return
             is_connected = self._session is not None
             self._drop()
-            if is_connected and self._state.task is Task.ENDED:
+            if is_connected and self.state.task is Task.ENDED:
                 return
             if self._closing.is_set() and not is_connected:
                 return
@@ -255,7 +253,7 @@ class Agent:
     def _has_hub(self) -> bool:
         """Whether the ranks train in the run of a hub: another program that answers in its place
         is taken for a hub that is down."""
-        return self._state.has_begun and bool(self._run_id)
+        return self.state.has_begun and bool(self._run_id)
 
     def _after_failure(self, error: Exception) -> LastOrder | None:
         """The last order where a hub cannot be used; None where it may be later."""
@@ -278,7 +276,7 @@ class Agent:
         selector.register(session.connection, selectors.EVENT_READ)
         selector.register(self._wakes, selectors.EVENT_READ)
         next_beat = self._clock()
-        while self._state.task is not Task.ENDED:
+        while self.state.task is not Task.ENDED:
             self._take_reports()
             if self._clock() >= next_beat:
                 next_beat = self._clock() + HEARTBEAT_SECONDS
@@ -297,14 +295,14 @@ class Agent:
             payloads = session.poll()
             self._last_heard = self._clock()
             for payload in payloads:
-                self._apply(receive(self._state, decode(payload, FromHub)))
+                self._apply(receive(self.state, decode(payload, FromHub)))
 
     def _take_reports(self) -> None:
         while not self._reports.empty():
-            self._apply(report(self._state, self._reports.get()))
+            self._apply(report(self.state, self._reports.get()))
 
     def _apply(self, outcome: Outcome) -> None:
-        self._state = outcome.state
+        self.state = outcome.state
         for message in outcome.messages:
             self._send(message)
         for order in outcome.orders:

@@ -210,9 +210,14 @@ class HubState:
         return tuple(each for each in self.roster if each.applied == self.round)
 
     @property
+    def present(self) -> tuple[Member, ...]:
+        """The members of the epoch that have not left, by name."""
+        return tuple(each for each in self.roster if each.name in self.members)
+
+    @property
     def leader(self) -> str:
         """The member of the epoch that has taken part for longest; empty before the first."""
-        members = [each for each in self.roster if each.name in self.members]
+        members = self.present
         return min(members, key=lambda each: each.order).name if members else ""
 
     def standing(self, name: str, incarnation: str) -> Standing:

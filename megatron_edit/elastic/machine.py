@@ -348,7 +348,7 @@ class _Step:
         """Where some have formed the groups, the newest of those that have not goes: two that
         cannot reach each other have both not. Otherwise try again."""
         state = self.state
-        members = [each for each in state.roster if each.name in state.members]
+        members = state.present
         if epoch != state.epoch or state.phase not in (Phase.FORM, Phase.EXCHANGE):
             return
         if state.phase is Phase.FORM and any(each.is_formed for each in members):
@@ -375,7 +375,7 @@ class _Step:
         """Take out the member that most others could not exchange with; if no failure has named
         a member, the one that has reported most failures. Of several the newest."""
         state = self.state
-        members = [each for each in state.roster if each.name in state.members]
+        members = state.present
         named = Counter(name for each in members for name in each.lost if name != each.name)
         is_named = any(named[each.name] for each in members)
         worst = max(
@@ -426,14 +426,12 @@ class _Step:
 
     def _form_message(self) -> FormEpoch:
         state = self.state
-        members = [each for each in state.roster if each.name in state.members]
-        handles = tuple(each.handles for each in members)
+        handles = tuple(each.handles for each in state.present)
         return FormEpoch(state.term, state.epoch, state.members, handles, state.leader)
 
     def _form_or_go(self) -> None:
-        members = [each for each in self.state.roster if each.name in self.state.members]
-        if all(each.is_formed for each in members):
-            if all(each.is_arrived for each in members):
+        if all(each.is_formed for each in self.state.present):
+            if all(each.is_arrived for each in self.state.present):
                 self._go()
             else:  # the first epoch: the replicas begin to train
                 self.state = replace(self.state, phase=Phase.GATHER)
@@ -453,7 +451,7 @@ class _Step:
 
     def _deal(self) -> None:
         """Record the members' steps, where all of them train on during the exchange."""
-        members = [each for each in self.state.roster if each.name in self.state.members]
+        members = self.state.present
         steps = {each.name: each.steps for each in members if each.steps is not None}
         if len(steps) == len(members):
             self._record("deal", round=self.state.round, steps=steps)
@@ -467,7 +465,7 @@ class _Step:
     def _decide(self) -> None:
         """Commit where all members are ready and equal."""
         state = self.state
-        members = [each for each in state.roster if each.name in state.members]
+        members = state.present
         results = {each.name: each.ready for each in members if each.ready is not None}
         if len(results) < len(members):
             return
@@ -539,9 +537,8 @@ class _Step:
         self.outputs.append(Send(name, message))
 
     def _tell_members(self, message: FromHub) -> None:
-        for each in self.state.roster:
-            if each.name in self.state.members:
-                self._send(each.name, message)
+        for each in self.state.present:
+            self._send(each.name, message)
 
 
 def _lists(runs: Blocks) -> list[list[int]]:
