@@ -105,28 +105,29 @@ class EventLog:
     Args:
         log_dir: `--edit-log-dir`, which must exist; None for console lines only.
         placement: determines which files this rank writes.
-        flush_interval: iterations between two flushes.
         name: of the replica, in an elastic run.
+
+    Attributes:
+        segment_number: of this run in the folder, from 1; its files get it when a later run renames
+            them.
     """
 
     def __init__(
         self,
         log_dir: Path | None,
         placement: Placement,
-        flush_interval: int = 1,
         name: str | None = None,
     ) -> None:
         self._placement = placement
         self._own_file = replica_file(placement.replica if name is None else name)
         self._name = str(placement.replica) if name is None else name
         self._membership: Roles | None = None
-        self._flush_interval = max(1, flush_interval)
         self._dir = log_dir if placement.is_writer else None
         self._files: dict[str, LineWriter] = {}
         # Read here, used in `begin`: replicas synchronize in between, so that all get the same one.
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
         is_earlier_there = self._dir is not None and (self._dir / RUN).exists()
-        self._segment_number = self._number_of_earlier + is_earlier_there
+        self.segment_number = self._number_of_earlier + is_earlier_there
         self._run: dict[str, Any] | None = None  # content of run.json, from `begin` on
         self._is_header_written = False
         self._is_folder_ready = True
@@ -207,8 +208,7 @@ class EventLog:
         self._append(self._own_file, iteration.line())
         for listener in self._listeners:
             listener.on_iteration(iteration)
-        if iteration.replica_step % self._flush_interval == 0:
-            self.flush()
+        self.flush()
 
     def on_sync(self, report: SyncReport) -> None:
         """Record a finished sync."""
@@ -335,12 +335,6 @@ class EventLog:
     def num_lost(self) -> int:
         """Lines of this rank that were dropped or are not written yet."""
         return sum(file.num_dropped + file.num_waiting for file in self._files.values())
-
-    @property
-    def segment_number(self) -> int:
-        """Number of this run in the folder, from 1; its files get it when a later run renames
-        them."""
-        return self._segment_number
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if self._dir is not None:
