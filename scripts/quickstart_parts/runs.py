@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.tools.compare.console_log import RunLog
-from megatron_edit.tools.compare.follow import (
+from megatron_edit.tools.compare.runs import (
     RunFailedError,
     environment_of_ranks,
     follow,

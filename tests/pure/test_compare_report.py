@@ -23,7 +23,6 @@ import pytest
 
 from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
-from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
 from megatron_edit.tools.compare.page import Spread, make_rows, results_table, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
@@ -33,7 +32,16 @@ from megatron_edit.tools.compare.readings import (
     make_reading,
     read_run,
 )
-from megatron_edit.tools.compare.runs import ComparisonResult, carry_out, folder_of, kind_of
+from megatron_edit.tools.compare.runs import (
+    ComparisonResult,
+    Limits,
+    RunFailedError,
+    carry_out,
+    folder_of,
+    follow,
+    kind_of,
+    tail,
+)
 from megatron_edit.tools.compare.traffic import (
     ElementBytes,
     Layout,

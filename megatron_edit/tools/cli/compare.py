@@ -25,10 +25,9 @@ from megatron_edit.tools.cli.words import (
     option,
 )
 from megatron_edit.tools.compare.entries import parse_entries
-from megatron_edit.tools.compare.follow import Limits
 from megatron_edit.tools.compare.page import summary, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
-from megatron_edit.tools.compare.runs import carry_out, has_finished
+from megatron_edit.tools.compare.runs import Limits, carry_out, has_finished
 
 NEEDED = ("matplotlib", "jinja2", "tqdm")  # the extra `report`
 SILENT_SECONDS = 1800.0

@@ -3,7 +3,7 @@
 | module | contents |
 |---|---|
 | flags, entries, plan | the runs, as immutable data, and marks of finished ones |
-| follow, runs | starting, following and aborting trainings |
+| runs | starting, following and aborting trainings |
 | console_log, traffic, readings | the results of a training, as numbers |
 | page | the report, with statistics over several runs |
 """
