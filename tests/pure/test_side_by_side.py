@@ -14,8 +14,7 @@ import pytest
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.curves import curves_of
-from megatron_edit.tools.monitor.page import Runs
+from megatron_edit.tools.monitor.page import Runs, curves_of
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import names_of
 from megatron_edit.tools.pages.charts import RunCurves, part_chart
