@@ -30,6 +30,7 @@ from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
 from megatron_edit.observe.line_files import MAX_WAITING_BYTES, LineWriter
 from megatron_edit.observe.listeners import Listener
+from megatron_edit.observe.metrics import digest_line, loss_rejections, sync_line, sync_summary
 from megatron_edit.observe.records import (
     LOSSES,
     RUN,
@@ -40,7 +41,6 @@ from megatron_edit.observe.records import (
     LossRecord,
     replica_file,
 )
-from megatron_edit.observe.reports import digest_line, loss_rejections, sync_line, sync_summary
 
 _REPLICA = re.compile(r"replica-.+\.jsonl")
 _RENAMED = re.compile(r"(?:run|sync|loss|replica-.+)\.(\d+)\.jsonl?")

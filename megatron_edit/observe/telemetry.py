@@ -25,8 +25,8 @@ from megatron_edit.flags import flag
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import show_one_warning
 from megatron_edit.observe.listeners import METRICS_EXTRA, Listener, finish_within, require_package
+from megatron_edit.observe.metrics import replica_names
 from megatron_edit.observe.records import VALIDATION, Ending, Evaluation, Iteration
-from megatron_edit.observe.reports import replica_names
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation

@@ -24,9 +24,8 @@ from megatron_edit.method.auto import AutoChoice, Measurement, SyncSettings
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.events import EventLog, files_to_move
-from megatron_edit.observe.metrics import SyncMetrics
+from megatron_edit.observe.metrics import SyncMetrics, loss_rejections, sync_line, sync_summary
 from megatron_edit.observe.records import Ending, Iteration, LossRecord, SyncRecord
-from megatron_edit.observe.reports import loss_rejections, sync_line, sync_summary
 from megatron_edit.tools.monitor.files import Facts
 from megatron_edit.tools.monitor.findings import shorten_sync
 from megatron_edit.tools.monitor.run import MonitoredRun

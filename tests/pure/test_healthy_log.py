@@ -12,7 +12,7 @@ import torch
 
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.console import PREFIX
-from megatron_edit.observe.reports import loss_rejections, sync_summary
+from megatron_edit.observe.metrics import loss_rejections, sync_summary
 from tests.harness.launch import REPOSITORY
 from tests.harness.quotes import quotes, shape_of
 from tests.pure.test_event_log import report
