@@ -1,8 +1,8 @@
 """What is shown of a sync: its scalars, its line in event files, and its line on the console.
 
-All is computed from the report of a sync, which every rank has: nothing is gathered, and there is no
-work between syncs. Scalars go to TensorBoard and Weights & Biases. The fields of `sync.jsonl` are
-read by `records.SyncRecord`; fields may be added, never renamed.
+All is computed from the report of a sync, which every rank has: nothing is gathered, and there is
+no work between syncs. Scalars go to TensorBoard and Weights & Biases. The fields of `sync.jsonl`
+are read by `records.SyncRecord`; fields may be added, never renamed.
 """
 
 from __future__ import annotations

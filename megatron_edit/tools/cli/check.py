@@ -82,8 +82,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             counts = words.ranks_by_host(config, hosts, num_replicas)
             _check_shared_hosts(TrainingFlags(command.argv), counts)
             lines += words.placement_lines(counts)
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -69,8 +69,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(files[name].read_bytes())
         shutil.copymode(files[name], folder / name)
-    for name in written:
-        sys.stdout.write(f"{name}\n")
+    sys.stdout.write("".join(f"{name}\n" for name in written))
     sys.stdout.write(f"{len(written)} of {len(files)} files written to {folder}\n")
     sys.stdout.write(_NEXT.format(folder=shlex.quote(str(folder)), python=sys.executable))
     return 0

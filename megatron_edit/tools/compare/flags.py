@@ -18,11 +18,8 @@ _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 def read_flags(path: Path) -> list[str]:
     """Return the flags of an .args file, as `$(grep -v '^#' FILE)` would pass them."""
-    flags: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            flags.extend(shlex.split(line))
-    return flags
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [word for line in lines if not line.startswith("#") for word in shlex.split(line)]
 
 
 def read_flags_or_refuse(path: Path, given: str, remedy: str) -> list[str]:

@@ -48,9 +48,10 @@ def render_frame(run: MonitoredRun) -> RenderableType:
     parts.append(_table(replica_table(run, NUM_REPLICAS_SHOWN)))
     if run.syncs.count:
         parts.append(_table(sync_table(run, NUM_SYNCS_SHOWN)))
-    for finding in list_findings(run):
-        parts.append(Text(f"{finding.level}: {finding.text}", style=STYLES[finding.level]))
-    return Group(*parts)
+    findings = (
+        Text(f"{each.level}: {each.text}", style=STYLES[each.level]) for each in list_findings(run)
+    )
+    return Group(*parts, *findings)
 
 
 def _header(run: MonitoredRun) -> RenderableType:
@@ -63,10 +64,12 @@ def _header(run: MonitoredRun) -> RenderableType:
 
 
 def _progress(run: MonitoredRun) -> RenderableType:
-    texts = [f"iteration {describe_iteration(run)}", f"loss {number(run.latest_loss, '.4f')}"]
-    for data, evaluation in run.evaluations.items():
-        texts.append(f"{data} loss {number(evaluation.loss, '.4f')}")
-    texts.append(f"tokens/s {describe_speed(run)}")
+    texts = [
+        f"iteration {describe_iteration(run)}",
+        f"loss {number(run.latest_loss, '.4f')}",
+        *(f"{data} loss {number(each.loss, '.4f')}" for data, each in run.evaluations.items()),
+        f"tokens/s {describe_speed(run)}",
+    ]
     if run.state == RUNNING:
         texts.append(f"{duration(run.remaining_seconds)} left")
     row = rich.table.Table.grid(padding=(0, 2))
