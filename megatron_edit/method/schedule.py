@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 from megatron_edit.constants import ADACOMM, STL
 from megatron_edit.method.settings import Settings
@@ -46,48 +45,6 @@ class RoundStart:
     first_loss: float | None = None
 
 
-class Schedule(Protocol):
-    """Warm-up and syncs, by attempted optimizer step.
-
-    Attributes:
-        interval: tau, steps between two syncs of a unit.
-        fragments: F, number of groups of units that sync at different steps.
-        has_fixed_rounds: whether all rounds have at most `interval` steps.
-    """
-
-    has_fixed_rounds: bool
-
-    @property
-    def warmup_steps(self) -> int | None:
-        """W; None for an endless warm-up."""
-
-    @property
-    def interval(self) -> int:
-        """tau, steps between two syncs of a unit."""
-
-    @property
-    def fragments(self) -> int:
-        """F, number of fragments, which sync at different steps."""
-
-    def is_warmup(self, step: int) -> bool:
-        """Whether the gradients of step `step` (from 1) are averaged over the replicas."""
-
-    def is_switch(self, step: int) -> bool:
-        """Whether the anchor is taken after step `step`; step 0 is the start of training."""
-
-    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
-        """The fragments that begin a sync after step `step`; none in warm-up.
-
-        Args:
-            step: s, from 1.
-            start: the step after which the round began.
-            length: of the round, from `round_length`.
-        """
-
-    def round_length(self, start: RoundStart) -> int:
-        """Steps of the round that begins at `start`; at least 1."""
-
-
 @dataclass(frozen=True)
 class StepSchedule:
     """A synchronous warm-up, then a sync of each fragment every `interval` steps.
@@ -96,6 +53,7 @@ class StepSchedule:
         warmup_steps: W; None for an endless warm-up (strategy `ddp`).
         interval: tau, inner steps between two syncs of a fragment.
         fragments: F; fragment f syncs with an offset of floor(f tau / F) steps.
+        has_fixed_rounds: whether all rounds have at most `interval` steps.
     """
 
     warmup_steps: int | None
@@ -110,15 +68,25 @@ class StepSchedule:
         return self.warmup_steps
 
     def is_warmup(self, step: int) -> bool:
-        """Whether `step` is one of the first W, or the warm-up is endless."""
+        """Whether gradients of step `step` (from 1) are averaged over the replicas: of the first W
+        steps, or of all."""
         return self.warmup_steps is None or step <= self.warmup_steps
 
     def is_switch(self, step: int) -> bool:
-        """Whether `step` is W, the last step of the warm-up."""
+        """Whether the anchor is taken after step `step`, which is W; step 0 is the start of
+        training."""
         return self.warmup_steps is not None and step == self.warmup_steps
 
     def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
-        """The f for which s - W - floor(f tau / F) is a multiple of tau; none in warm-up."""
+        """The fragments that begin a sync after step `step`; none in warm-up.
+
+        They are the f for which s - W - floor(f tau / F) is a multiple of tau.
+
+        Args:
+            step: s, from 1.
+            start: the step after which the round began.
+            length: of the round, from `round_length`.
+        """
         if self.warmup_steps is None or step <= self.warmup_steps:
             return ()
         count = step - self.first_step
@@ -129,8 +97,11 @@ class StepSchedule:
         ]
 
     def round_length(self, start: RoundStart) -> int:
-        """tau steps, wherever the round begins."""
+        """Steps of the round that begins at `start`; at least 1. Here tau."""
         return self.interval
+
+
+Schedule = StepSchedule  # from which all schedules are derived
 
 
 @dataclass(frozen=True)
