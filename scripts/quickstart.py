@@ -23,7 +23,7 @@ import prepare_corpus
 from corpus_files import PREFIX, VALID_PREFIX
 from quickstart_parts.picture import Curve, draw
 from quickstart_parts.runs import REPOSITORY, train
-from quickstart_parts.table import format_table, summarize
+from quickstart_parts.table import format_table, summarize, sync_bytes
 from script_errors import OneLineParser, exit_code_of
 
 from megatron_edit.errors import UsageError
@@ -34,7 +34,6 @@ from megatron_edit.tools.compare.traffic import (
     ElementBytes,
     Layout,
     baseline_bytes,
-    sync_bytes,
     warmup_bytes,
 )
 

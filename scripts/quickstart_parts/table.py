@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_edit.tools.compare.console_log import RunLog
+from megatron_edit.tools.compare.console_log import NUM_EXCLUDED_ITERATIONS, RunLog
+from megatron_edit.tools.compare.traffic import Layout
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,22 @@ class Result:
     seconds: float
 
 
+def tokens_per_second(log: RunLog, seq_length: int) -> float:
+    """Return tokens per second of all ranks, without the first iterations."""
+    times = log.milliseconds()
+    kept = {i: ms for i, ms in times.items() if i > NUM_EXCLUDED_ITERATIONS} or times
+    seconds = sum(kept.values()) / 1e3
+    return len(kept) * log.batch_size * seq_length / seconds if seconds else 0.0
+
+
+def sync_bytes(layout: Layout, records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the bytes between replicas in the syncs of EDiT, from the lines of sync.jsonl.
+
+    `wire_bytes` is what the ranks of replica 0 sent; all replicas send as much.
+    """
+    return float(layout.num_replicas * sum(record["wire_bytes"] for record in records))
+
+
 def summarize(
     name: str, log: RunLog, *, seq_length: int, bytes_total: float, seconds: float
 ) -> Result:
@@ -38,7 +56,7 @@ def summarize(
     return Result(
         name=name,
         validation_loss=validation[max(validation)] if validation else math.nan,
-        tokens_per_second=log.tokens_per_second(seq_length),
+        tokens_per_second=tokens_per_second(log, seq_length),
         bytes_total=bytes_total,
         bytes_per_step=bytes_total / max(1, log.last_iteration),
         seconds=seconds,

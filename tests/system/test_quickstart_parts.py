@@ -13,7 +13,7 @@ import pytest
 from quickstart import num_synchronous_steps
 from quickstart_parts.picture import Curve, draw, running_mean
 from quickstart_parts.runs import launch_line
-from quickstart_parts.table import format_table, summarize
+from quickstart_parts.table import format_table, summarize, sync_bytes, tokens_per_second
 
 from megatron_edit.observe.line_files import read_json_lines
 from megatron_edit.tools.compare.console_log import (
@@ -24,7 +24,6 @@ from megatron_edit.tools.compare.flags import int_flag, read_flags
 from megatron_edit.tools.compare.traffic import (
     Layout,
     baseline_bytes,
-    sync_bytes,
     warmup_bytes,
 )
 
@@ -54,13 +53,13 @@ def test_iteration_lines_are_parsed() -> None:
 def test_lines_of_several_replicas_are_averaged() -> None:
     log = log_of(LINE.format(1, 100.0, 8.0), LINE.format(1, 300.0, 9.0))
     assert log.losses() == {1: 8.5}
-    assert log.tokens_per_second(128) == pytest.approx(16 * 128 / 0.2)
+    assert tokens_per_second(log, 128) == pytest.approx(16 * 128 / 0.2)
 
 
 def test_speed_excludes_first_iterations() -> None:
     lines = [LINE.format(i, 9000.0 if i <= 5 else 500.0, 5.0) for i in range(1, 9)]
-    assert log_of(*lines).tokens_per_second(100) == pytest.approx(3200)
-    assert RunLog().tokens_per_second(100) == 0
+    assert tokens_per_second(log_of(*lines), 100) == pytest.approx(3200)
+    assert tokens_per_second(RunLog(), 100) == 0
 
 
 def test_skipped_iteration_has_no_loss() -> None:

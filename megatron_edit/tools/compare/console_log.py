@@ -91,13 +91,6 @@ class RunLog:
         """Return milliseconds per iteration since the previous line, by the line's iteration."""
         return _means(self._milliseconds)
 
-    def tokens_per_second(self, seq_length: int) -> float:
-        """Return tokens per second of all ranks, without the first iterations."""
-        times = self.milliseconds()
-        kept = {i: ms for i, ms in times.items() if i > NUM_EXCLUDED_ITERATIONS} or times
-        seconds = sum(kept.values()) / 1e3
-        return len(kept) * self.batch_size * seq_length / seconds if seconds else 0.0
-
 
 def _fields(text: str) -> dict[str, str]:
     """Parse the `name: value | name: value |` part of an iteration line."""

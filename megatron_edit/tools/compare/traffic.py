@@ -12,9 +12,8 @@ more for one of them: its reduce-scatter all-reduces the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_edit.constants import FP32
 
@@ -128,11 +127,3 @@ def warmup_bytes(
     num_ranks = layout.num_replicas * layout.ranks_per_replica
     sent_per_rank = 2 * (layout.num_replicas - 1) / layout.num_replicas * shard_bytes
     return num_steps * num_ranks * sent_per_rank
-
-
-def sync_bytes(layout: Layout, records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the bytes between replicas in the syncs of EDiT, from the lines of sync.jsonl.
-
-    `wire_bytes` is what the ranks of replica 0 sent; all replicas send as much.
-    """
-    return float(layout.num_replicas * sum(record["wire_bytes"] for record in records))
