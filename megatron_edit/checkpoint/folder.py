@@ -143,7 +143,8 @@ class CheckpointFolder:
             _sync_folder(path)  # directory entries, too, before the tracker names the checkpoint
         self.permit()
         before = self.read_tracker()
-        self._write_tracker(iteration)
+        # Atomically: Megatron's own code leaves the tracker empty for a moment.
+        write_durably(self.root / TRACKER, str(iteration))
         for path in self._entries():
             listed = path / EDIT / LISTED
             if _FINAL.match(path.name) and manifest_path(path).is_file() and not listed.exists():
@@ -229,10 +230,6 @@ class CheckpointFolder:
         tracked = self.read_tracker()
         is_named = tracked not in (None, "release") and self.final(int(tracked)) == path
         return path.is_dir() and ((path / STOCK_METADATA).is_file() or is_named)
-
-    def _write_tracker(self, iteration: int) -> None:
-        """Replace the tracker atomically: Megatron's own code leaves it empty for a moment."""
-        write_durably(self.root / TRACKER, str(iteration))
 
     def _remove(self, path: Path, job: str) -> None:
         self.permit()
