@@ -1,8 +1,9 @@
 """What is shown of a sync: its scalars, its line in event files, and its line on the console.
 
 All is computed from the report of a sync, which every rank has: nothing is gathered, and there is
-no work between syncs. Scalars go to TensorBoard and Weights & Biases. The fields of `sync.jsonl`
-are read by `records.SyncRecord`; fields may be added, never renamed.
+no work between syncs. Scalars go to TensorBoard and Weights & Biases; docs/monitoring.md has their
+units and meanings. The fields of `sync.jsonl` are read by `records.SyncRecord`; fields may be
+added, never renamed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,68 +25,6 @@ from megatron_edit.observe.records import finite_or_none
 
 PREFIX = "edit/"
 LOSS = "edit/lm-loss"
-
-
-class Tag(NamedTuple):
-    """A scalar. `<r>` in its name stands for a replica, `<unit>` for the name of a unit."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
-TAGS = tuple(
-    Tag(PREFIX + name, unit, meaning)
-    for name, unit, meaning in (
-        ("lm-loss", "nats per token", "training loss of an iteration, mean over the replicas "
-         "(Megatron's `lm loss` is replica 0's after the warm-up)"),
-        ("round", "", "which sync, from 1"),
-        ("iteration", "steps", "the step that it followed (W&B has no other place for it)"),
-        ("pseudo-gradient-norm/mean", "parameter units", "over units and replicas"),
-        ("pseudo-gradient-norm/max", "parameter units", "the same"),
-        ("update-norm/mean", "parameter units", "of the weighted averages, over the units"),
-        ("update-norm/max", "parameter units", "the same"),
-        ("z-score/max", "standard deviations", "largest of all units and replicas"),
-        ("anomalies", "", "units left out, summed over the replicas"),
-        ("loss-z-score/max", "standard deviations", "largest of all replicas: how far the loss of "
-         "a replica's round is above its history"),
-        ("loss-rejections", "replicas", "that were left out because of their loss"),
-        ("rollbacks", "units", "that went back to their anchor"),
-        ("weight/min", "", "smallest of all units and replicas"),
-        ("weight/max", "", "largest of all units and replicas"),
-        ("weight-entropy", "nats", "of a unit's weights, mean over the units; log N where all "
-         "weights are equal"),
-        ("effective-replicas/mean", "replicas", "1 / sum of squared weights, over the units"),
-        ("effective-replicas/min", "replicas", "the same"),
-        ("clip-factor/mean", "", "over the units; 1 is no clip"),
-        ("clip-factor/min", "", "the same"),
-        ("inner-steps/min", "steps", "in the round, of the replica with fewest"),
-        ("inner-steps/max", "steps", "in the round, of the replica with most"),
-        ("seconds/wait", "seconds", "at the meeting, for the other replicas"),
-        ("seconds/exchange", "seconds", "waiting for the exchange of the averages"),
-        ("seconds/outer", "seconds", "norms, clip, outer step, write-back"),
-        ("seconds/exposed", "seconds", "exposed: in which training waited for the sync"),
-        ("seconds/total", "seconds", "from the start of the sync to its last landing"),
-        ("exposed-share", "", "of the time since the sync before"),
-        ("bytes-between-replicas", "bytes", "sent by the ranks of one replica in the sync, "
-         "counted"),
-        ("bytes-inside-replica", "bytes", "gradients and parameters exchanged by the data-parallel "
-         "ranks of replica 0 in the round, computed"),
-        ("tokens-per-second", "tokens/s", "of all replicas, since the sync before"),
-        ("replica-<r>/pseudo-gradient-norm", "parameter units", "mean over the units"),
-        ("replica-<r>/weight", "", "mean over the units"),
-        ("replica-<r>/anomalies", "units", "in which it was left out"),
-        ("replica-<r>/round-loss", "nats per token", "mean training loss since the last meeting"),
-        ("replica-<r>/loss-z-score", "standard deviations", "how far that is above its history"),
-        ("replica-<r>/inner-steps", "steps", "in the round"),
-        ("replica-<r>/tokens-per-second", "tokens/s", "since the sync before, its waits included"),
-        ("unit-<unit>/pseudo-gradient-norm", "parameter units", "mean over the replicas"),
-        ("unit-<unit>/update-norm", "parameter units", "of the weighted average"),
-        ("unit-<unit>/clip-factor", "", "1 is no clip"),
-        ("unit-<unit>/effective-replicas", "replicas", "1 / sum of squared weights"),
-        ("unit-<unit>/anomalies", "replicas", "that were left out"),
-    )
-)  # fmt: skip
 
 
 @dataclass

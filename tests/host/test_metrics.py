@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.observe.metrics import TAGS
 from tests.harness import Flags
+from tests.harness.scalars import documented_scalars
 from tests.host.runs import EditRun, run_edit
 from tests.host.spy_wandb import ARTIFACTS, CALLS
 
@@ -43,7 +43,7 @@ def check(run: EditRun, found: Scalars) -> None:
     """Check that our scalars are documented and have the values of the event files."""
     ours = {name for name in found if name.startswith("edit/") and "vs samples" not in name}
     for name in ours:
-        assert any(re.fullmatch(pattern(tag.name), name) for tag in TAGS), name
+        assert any(re.fullmatch(pattern(tag), name) for tag in documented_scalars()), name
     assert run.syncs
     for sync in run.syncs:
         at = {name: found[name].get(sync["iteration"]) for name in ours}
@@ -101,10 +101,10 @@ def test_tensorboard_scalars_match_event_files(tmp_path: Path, flags: Flags) -> 
     last = run.syncs[-1]["iteration"]
     assert found["edit/tokens-per-second"][last] > 0
     if "edit_log_units_to_tensorboard" in flags:  # every documented name is in use
-        for tag in TAGS:
-            is_late = "z-score" in tag.name  # detectors and loss histories are not armed yet
-            seen = any(re.fullmatch(pattern(tag.name), name) for name in found)
-            assert seen or is_late, tag.name
+        for tag in documented_scalars():
+            is_late = "z-score" in tag  # detectors and loss histories are not armed yet
+            seen = any(re.fullmatch(pattern(tag), name) for name in found)
+            assert seen or is_late, tag
 
 
 @pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.full)])

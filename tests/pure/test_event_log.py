@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +25,20 @@ from megatron_edit.method.auto import AutoChoice, Measurement, SyncSettings
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.events import EventLog, files_to_move
-from megatron_edit.observe.metrics import SyncMetrics, loss_rejections, sync_line, sync_summary
+from megatron_edit.observe.metrics import (
+    LOSS,
+    SyncMetrics,
+    loss_rejections,
+    sync_line,
+    sync_summary,
+)
 from megatron_edit.observe.records import Ending, Iteration, LossRecord, SyncRecord
 from megatron_edit.tools.monitor.files import Facts
 from megatron_edit.tools.monitor.findings import shorten_sync
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import describe_schedule
 from tests.harness.event_files import SyntheticRun
+from tests.harness.scalars import documented_scalars
 
 pytest.importorskip("rich")
 
@@ -288,6 +296,21 @@ def test_speeds_are_measured_since_previous_sync() -> None:
         assert found["edit/replica-1/tokens-per-second"] == pytest.approx(60.0)
         assert found["edit/exposed-share"] == pytest.approx(0.00346)
         assert found["edit/bytes-inside-replica"] == 12.0
+
+
+def test_documented_scalars_are_those_of_a_sync() -> None:
+    """Would catch a scalar without documentation, and a documented one that was removed."""
+    metrics = SyncMetrics(seq_length=10, inside_bytes=3.0, with_units=True)
+    losses = LossVerdict(torch.zeros(2, dtype=torch.bool), torch.ones(2), torch.ones(2))
+    full = report(update_norm=torch.ones(3))
+    full.decision = replace(full.decision, loss=losses)
+    metrics.values(full, now=0.0)
+    found = {
+        re.sub("replica-[01]/", "replica-<r>/", name) for name in metrics.values(full, now=1.0)
+    }
+    named = {re.sub("unit-[abc]/", "unit-<unit>/", name) for name in found}
+    documented = documented_scalars()
+    assert {LOSS, *named} == set(documented) and len(documented) == len(set(documented))
 
 
 def test_losses_are_recorded_under_their_own_steps(tmp_path: Path) -> None:
