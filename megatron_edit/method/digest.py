@@ -15,6 +15,7 @@ from torch import Tensor
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 20
 _MIX = 0x9E3779B97F4A7C15  # odd; golden-ratio constant of splitmix64
 _MASK = (1 << 64) - 1
+_SIGNED_MIX = _MIX - (1 << 64)  # the same bits as an int64
 
 
 def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
@@ -36,7 +37,7 @@ def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
             part += plain * (2 * start)
             total = part if total is None else total + part
             start += len(values)
-    return torch.zeros((), dtype=torch.int64) if total is None else total * _signed(_MIX)
+    return torch.zeros((), dtype=torch.int64) if total is None else total * _SIGNED_MIX
 
 
 def combine(digests: Sequence[int]) -> int:
@@ -63,11 +64,6 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """1, 3, 5, ..., int64 [count]."""
     # Copied from the host, which waits for it: any stream may use it then.
     return (torch.arange(count) * 2 + 1).to(device)
-
-
-def _signed(value: int) -> int:
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
 
 
 def rounding_bound(theta: Tensor, steps: int, update_error: float) -> Tensor:

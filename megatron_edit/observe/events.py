@@ -17,7 +17,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,29 +76,6 @@ class GlobalProgress(Protocol):
         """Return the complete global batches once all replicas have consumed `samples`."""
 
 
-@dataclass
-class _SampleCounts:
-    """Samples consumed by all replicas up to each step, for losses that are known later."""
-
-    _counts: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def note(self, step: int, samples: int, batch: int) -> None:
-        """Store the count after a step, and the samples of one step."""
-        self._counts[step] = samples, batch
-
-    def take(self, step: int) -> int | None:
-        """Return the count of a step and drop those of earlier steps; None if there is none.
-
-        Steps before a resume were counted by another process: they are extrapolated.
-        """
-        self._counts = {known: n for known, n in self._counts.items() if known >= step}
-        if not self._counts:
-            return None
-        first = min(self._counts)
-        samples, batch = self._counts[first]
-        return samples - (first - step) * batch
-
-
 class EventLog:
     """Writes the event files and the console lines of one rank.
 
@@ -131,7 +108,8 @@ class EventLog:
         self._run: dict[str, Any] | None = None  # content of run.json, from `begin` on
         self._is_header_written = False
         self._is_folder_ready = True
-        self._samples = _SampleCounts()
+        # Samples of all replicas up to a step, and of the step, for losses that are known later.
+        self._counts: dict[int, tuple[int, int]] = {}
         self._lines: list[tuple[str, Mapping[str, Any]]] = []  # since the last flush, by file
         self._ending: Ending | None = None
         self._has_failed = False
@@ -239,7 +217,7 @@ class EventLog:
             batch: samples of one step of all replicas.
         """
         if self._is_first_replica and self._dir is not None:
-            self._samples.note(step, samples, batch)
+            self._counts[step] = samples, batch
 
     def on_losses(
         self, first_step: int, losses: Sequence[float], samples: int | None = None
@@ -257,7 +235,7 @@ class EventLog:
             first_step = count.iteration_at(samples)
         if self._is_first_replica:
             for step, loss in enumerate(losses, start=first_step):
-                total = self._samples.take(step) if samples is None else samples
+                total = self._take_count(step) if samples is None else samples
                 self._append(LOSSES, LossRecord(step, total, None, loss).line())
         for listener in self._listeners:
             listener.on_losses(first_step, losses)
@@ -335,6 +313,18 @@ class EventLog:
     def num_lost(self) -> int:
         """Lines of this rank that were dropped or are not written yet."""
         return sum(file.num_dropped + file.num_waiting for file in self._files.values())
+
+    def _take_count(self, step: int) -> int | None:
+        """Return the count of a step and drop those of earlier steps; None if there is none.
+
+        Steps before a resume were counted by another process: they are extrapolated.
+        """
+        self._counts = {known: n for known, n in self._counts.items() if known >= step}
+        if not self._counts:
+            return None
+        first = min(self._counts)
+        samples, batch = self._counts[first]
+        return samples - (first - step) * batch
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if self._dir is not None:

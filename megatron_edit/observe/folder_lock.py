@@ -50,7 +50,11 @@ class FolderLock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             if (holder := self._wait_for_lock()) is not None:
                 self.release()
-                return _locked_error(self._folder, holder)
+                return UsageError(
+                    f"{flag('log_dir')} {self._folder}",
+                    f"another run writes its event files there ({_shown(holder)})",
+                    "give each run a folder of its own, or start this one when the other has ended",
+                )
             with suppress(OSError):  # full disk: only the name of the holder is missing
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
@@ -96,14 +100,6 @@ class FolderLock:
                 return False
             raise
         return True
-
-
-def _locked_error(folder: Path, holder: str) -> UsageError:
-    return UsageError(
-        f"{flag('log_dir')} {folder}",
-        f"another run writes its event files there ({_shown(holder)})",
-        "give each run a folder of its own, or start this one when the other has ended",
-    )
 
 
 def _shown(holder: str) -> str:

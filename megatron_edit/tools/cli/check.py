@@ -69,7 +69,10 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     checked = check_script(script, command.argv, config, world_size)
     lines = list(_lines(checked, config, world_size))
     if given is None:
-        lines.insert(1, f"no script is given: {_what_is_checked(script)}")
+        what = "Megatron's and EDiT's flags are checked alone, no corpus (Megatron is no clone)"
+        if script is not None:
+            what = f"checked with Megatron's, {script}"
+        lines.insert(1, f"no script is given: {what}")
     if script is not None and not checked.is_rehearsed:
         lines.append(
             "not checked: the script's own arguments (it is not Megatron's, or its ranks connect "
@@ -104,12 +107,6 @@ def _script_of_clone() -> Path | None:
     places = () if spec is None else spec.submodule_search_locations or ()
     scripts = (Path(place).parent / "pretrain_gpt.py" for place in places)
     return next((script for script in scripts if script.is_file()), None)
-
-
-def _what_is_checked(script: Path | None) -> str:
-    if script is None:
-        return "Megatron's and EDiT's flags are checked alone, no corpus (Megatron is no clone)"
-    return f"checked with Megatron's, {script}"
 
 
 def _world_size(given: int | None, config: EditConfig) -> int:
