@@ -12,7 +12,6 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.cli.words import SharedValues, add_shared_words
-from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 from megatron_edit.tools.doctor.launch import (
     AllReduceResult,
     MeasuredLink,
@@ -20,7 +19,13 @@ from megatron_edit.tools.doctor.launch import (
     placement_of,
     sync_findings,
 )
-from megatron_edit.tools.doctor.machine import connections_finding, interface_findings
+from megatron_edit.tools.doctor.machine import (
+    DoctorFinding,
+    Level,
+    connections_finding,
+    interface_findings,
+    table,
+)
 
 
 def test_gloo_on_loopback_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from megatron_edit.tools.cli.words import (
     add_shared_words,
     refuse_removed,
 )
-from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 from megatron_edit.tools.plan.values import check_ranks
 
 FOUND_BAD = 1
@@ -68,7 +67,8 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     SharedValues.of(options)  # those of the other commands must be valid, too
     if options.world_size is not None:
         check_ranks("--world-size", options.world_size)
-    from megatron_edit.tools.doctor.launch import examine, placement_of  # torch
+    from megatron_edit.tools.doctor import machine  # torch
+    from megatron_edit.tools.doctor.launch import examine, placement_of
 
     placement = placement_of(config, os.environ)
     is_first = placement is None or placement.global_rank == 0
@@ -77,25 +77,16 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
         rule = "is not a folder on this machine"
         raise UsageError(f"--shared-dir {folder}", rule, "give one that is")
     # Before the measurements, as it is slow: rank 0 must report failures before others exit.
-    here = _here() if is_first else []
+    here = list(machine.local_findings(os.environ)) if is_first else []
     report = examine(config, placement, folder)
     if not is_first:
         return 0  # global rank 0 prints the report
-    from megatron_edit.tools.doctor.machine import interface_findings
-
     # After a launch of several machines has chosen gloo's interface.
-    findings = [*here, *interface_findings(os.environ), *report.findings]
+    findings = [*here, *machine.interface_findings(os.environ), *report.findings]
     if options.json:
         lines = [dataclasses.asdict(finding) for finding in findings]
         sys.stdout.write(json.dumps({**report.numbers, "findings": lines}, indent=1) + "\n")
     else:
-        sys.stdout.write(table(findings))
-    is_bad = any(finding.level is Level.BAD for finding in findings)
+        sys.stdout.write(machine.table(findings))
+    is_bad = any(finding.level is machine.Level.BAD for finding in findings)
     return FOUND_BAD if is_bad else 0
-
-
-def _here() -> list[DoctorFinding]:
-    from megatron_edit.tools.doctor.machine import device_findings, versions
-
-    found = [DoctorFinding(name, version) for name, version in versions().items()]
-    return [*found, *device_findings(os.environ)]

@@ -23,8 +23,7 @@ from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import CPU
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.tools.doctor.finding import DoctorFinding, Level
-from megatron_edit.tools.doctor.machine import machine_facts
+from megatron_edit.tools.doctor.machine import DoctorFinding, Level, machine_facts
 from megatron_edit.tools.plan.values import show_rate
 
 PATIENCE_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""This machine: versions, devices, and the interfaces that gloo and NCCL would use."""
+"""Findings on this machine: versions, devices, and the interfaces that gloo and NCCL would use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -14,11 +16,54 @@ import torch
 from megatron_edit import __version__
 from megatron_edit.comm.interfaces import GLOO_INTERFACE, interfaces, why_unreachable
 from megatron_edit.host.devices import unusable_gpus
-from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 
 _NCCL = "NCCL_SOCKET_IFNAME"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MANY_CONNECTIONS = "32"
+
+
+class Level(StrEnum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    HINT = "hint"  # works, but could be better
+    BAD = "bad"  # training would fail
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """One finding.
+
+    Attributes:
+        name: what was checked.
+        value: the result.
+        level: severity.
+        remedy: what to do; empty if nothing.
+    """
+
+    name: str
+    value: str
+    level: Level = Level.OK
+    remedy: str = ""
+
+
+def table(findings: Iterable[DoctorFinding]) -> str:
+    """Return the findings as aligned lines, each with its remedy below it."""
+    rows = list(findings)
+    width = max((len(row.name) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        lines.append(f"{row.level:<4}  {row.name:<{width}}  {row.value}")
+        if row.remedy:
+            lines.append(f"{'':4}  {'':{width}}  -> {row.remedy}")
+    return "\n".join(lines) + "\n"
+
+
+def local_findings(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
+    """Yield findings on versions and devices. Slow."""
+    for name, version in versions().items():
+        yield DoctorFinding(name, version)
+    yield from device_findings(env)
 
 
 def versions() -> dict[str, str]:
