@@ -40,7 +40,7 @@ from frame.study import (  # noqa: E402
     write_results,
 )
 
-from megatron_edit.tools.compare.console_log import edit_losses, edit_validation  # noqa: E402
+from megatron_edit.tools.compare.readings import edit_losses, edit_validation  # noqa: E402
 from tests.harness.elastic_run import ElasticRun, elastic_run  # noqa: E402
 
 NAMES = "abcdefgh"

@@ -37,7 +37,7 @@ from frame.study import (
     write_results,
 )
 
-from megatron_edit.tools.compare.console_log import edit_losses, edit_validation
+from megatron_edit.tools.compare.readings import edit_losses, edit_validation
 
 FIRST_PORT = 27400
 FINAL_SHARE = 0.05

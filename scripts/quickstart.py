@@ -28,8 +28,8 @@ from script_errors import OneLineParser, exit_code_of
 
 from megatron_edit.errors import UsageError
 from megatron_edit.observe.line_files import read_json_lines
-from megatron_edit.tools.compare.console_log import RunLog, edit_losses
 from megatron_edit.tools.compare.flags import int_flag, read_flags
+from megatron_edit.tools.compare.readings import RunLog, edit_losses
 from megatron_edit.tools.compare.traffic import (
     ElementBytes,
     Layout,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.observe.line_files import read_json_lines
-from megatron_edit.tools.compare.console_log import RunLog, edit_losses
+from megatron_edit.tools.compare.readings import RunLog, edit_losses
 
 from .gpt import Window
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.tools.compare.console_log import RunLog
+from megatron_edit.tools.compare.readings import RunLog
 from megatron_edit.tools.compare.runs import (
     RunFailedError,
     environment_of_ranks,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_edit.tools.compare.console_log import NUM_EXCLUDED_ITERATIONS, RunLog
+from megatron_edit.tools.compare.readings import NUM_EXCLUDED_ITERATIONS, RunLog
 from megatron_edit.tools.compare.traffic import Layout
 
 

@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.page import Spread, make_rows, results_table, write_report
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
     Reading,
     RunKind,
+    RunLog,
     Timeline,
+    edit_validation,
     make_reading,
     read_run,
 )

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from netlab import INTERFACE, Lab
 
-from megatron_edit.tools.compare.console_log import RunLog
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
+from megatron_edit.tools.compare.readings import RunLog
 from megatron_edit.tools.compare.runs import kind_of
 from megatron_edit.tools.compare.traffic import baseline_bytes
 from tests.harness import tiny_gpt

@@ -16,11 +16,11 @@ from quickstart_parts.runs import launch_line
 from quickstart_parts.table import format_table, summarize, sync_bytes, tokens_per_second
 
 from megatron_edit.observe.line_files import read_json_lines
-from megatron_edit.tools.compare.console_log import (
+from megatron_edit.tools.compare.flags import int_flag, read_flags
+from megatron_edit.tools.compare.readings import (
     RunLog,
     edit_losses,
 )
-from megatron_edit.tools.compare.flags import int_flag, read_flags
 from megatron_edit.tools.compare.traffic import (
     Layout,
     baseline_bytes,

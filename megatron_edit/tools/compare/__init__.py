@@ -4,6 +4,6 @@
 |---|---|
 | flags, entries, plan | the runs, as immutable data, and marks of finished ones |
 | runs | starting, following and aborting trainings |
-| console_log, traffic, readings | the results of a training, as numbers |
+| traffic, readings | the results of a training, as numbers |
 | page | the report, with statistics over several runs |
 """

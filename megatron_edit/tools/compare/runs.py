@@ -19,7 +19,6 @@ from megatron_edit.errors import EditError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.line_files import stat_or_none
 from megatron_edit.observe.records import RUN
-from megatron_edit.tools.compare.console_log import RunLog
 from megatron_edit.tools.compare.entries import IDEAL
 from megatron_edit.tools.compare.flags import (
     INSTANCES_FLAG,
@@ -29,7 +28,7 @@ from megatron_edit.tools.compare.flags import (
     size_of,
 )
 from megatron_edit.tools.compare.plan import EVENTS, RunPlan, is_finished, store_finished
-from megatron_edit.tools.compare.readings import Reading, RunKind, read_run
+from megatron_edit.tools.compare.readings import Reading, RunKind, RunLog, read_run
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 CONSOLE, RESULT = "console.log", "result.json"

@@ -12,8 +12,8 @@ from statistics import fmean
 import numpy as np
 
 from megatron_edit.observe.records import VALIDATION
-from megatron_edit.tools.compare.console_log import NUM_EXCLUDED_ITERATIONS
 from megatron_edit.tools.compare.flags import model_of
+from megatron_edit.tools.compare.readings import NUM_EXCLUDED_ITERATIONS
 from megatron_edit.tools.monitor.charts import loss_charts, replica_charts, sync_charts
 from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.run import MonitoredRun
