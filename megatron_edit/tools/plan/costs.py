@@ -447,55 +447,59 @@ def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[MemoryI
     return tuple(part for part in parts if part.nbytes)
 
 
-def _gradient_parts(job: Job, config: EditConfig) -> Iterator[MemoryItem]:
-    """Yield the memory of averaged gradients. fp32 needs none: they are averaged in place."""
+def _gradient_parts(job: Job, config: EditConfig) -> list[MemoryItem]:
+    """Return the memory of averaged gradients. fp32 needs none: they are averaged in place."""
     wire, size, numel = Wire.of(config.warmup_dtype), job.mesh.num_replicas, job.largest_shard
     if wire.codec is None:
-        return
+        return []
     owned = wire.owner_numel(numel, size)
     residuals = FP32_BYTES * (numel + owned) if wire.has_residual else 0
-    yield MemoryItem(f"gradient residuals of {wire.name}", DEVICE, residuals, SYNCHRONOUS)
     coded = 2 * size * wire.codec.encoded_bytes(owned) + FP32_BYTES * owned
     if job.gradient_bytes < FP32_BYTES:
         coded += FP32_BYTES * numel  # an fp32 copy
-    yield MemoryItem("encoded gradients", DEVICE, coded, SYNCHRONOUS)
+    return [
+        MemoryItem(f"gradient residuals of {wire.name}", DEVICE, residuals, SYNCHRONOUS),
+        MemoryItem("encoded gradients", DEVICE, coded, SYNCHRONOUS),
+    ]
 
 
-def _round_parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryItem]:
+def _round_parts(job: Job, config: EditConfig, *, overlaps: bool) -> list[MemoryItem]:
+    """Return the memory of rounds with an outer step; an item without bytes is not needed."""
     elements, largest = job.largest_shard, max(map(max, job.rank_numels))
     landing, wire, size = LandingRule.of(config), Wire.of(config.sync_dtype), job.mesh.num_replicas
     moments, group = MomentSchedule.of(config).rule, -(-elements // config.fragments)
     depth = config.prefetch_units if overlaps and landing.is_immediate else 1
     place, in_flight = HOST if config.offload else DEVICE, partial(_vectors, when=SYNCING)
     checks = config.check_commits or job.is_elastic  # `CheckedSync`
-    yield _vectors("anchor", elements, place=place)
-    yield _vectors("outer momentum", elements, place=place)
-    if wire.has_residual:
-        row = max(job.rank_numels, key=sum)
-        owned = sum(wire.owner_numel(numel, size) for numel in row)
-        yield _vectors(f"residuals of {wire.name}", elements + owned)
-        if checks:
-            yield in_flight("residuals before the commit", (elements + owned) // config.fragments)
-    moment_numel = max(_staged(row, depth, is_offloaded=False) for row in job.rank_numels)
-    if checks:
+    has_snapshot = landing.needs_snapshot or job.is_elastic
+    late = 0 if landing.is_immediate else group * (2 if has_snapshot else 1)
+    fullest = max(job.rank_numels, key=sum)
+    owned = sum(wire.owner_numel(numel, size) for numel in fullest) if wire.has_residual else 0
+    residuals = elements + owned if wire.has_residual else 0
+    staged, moment_numel = (
+        max(_staged(row, depth, is_offloaded=each) for row in job.rank_numels)
+        for each in (config.offload, False)
+    )
+    if checks or late:
         moment_numel = group
-    if not landing.is_immediate:
-        has_snapshot = landing.needs_snapshot or job.is_elastic
-        what = "average and snapshot" if has_snapshot else "average"
-        yield in_flight(f"{what} in flight", group * (2 if has_snapshot else 1))
-        moment_numel = group
-    staged = max(_staged(row, depth, is_offloaded=config.offload) for row in job.rank_numels)
-    yield in_flight("staging", staged)
-    if checks:
-        if landing.is_immediate:
-            yield in_flight("averages before the commit", group)
-        yield in_flight("scratch of the comparison", 3 * largest)
-    yield in_flight("moments in flight", len(moments.kinds) * moment_numel)
+    coded = 0
     if wire.codec is not None or moments.kinds:
         sent = moment_bytes(moments, largest, size)
         sent += 0 if wire.codec is None else wire.payload_bytes(largest, size)
         coded = 2 * sent + FP32_BYTES * -(-largest // size)
-        yield MemoryItem("encoded units", DEVICE, coded * depth, SYNCING)
+    what = "average and snapshot" if has_snapshot else "average"
+    return [
+        _vectors("anchor", elements, place=place),
+        _vectors("outer momentum", elements, place=place),
+        _vectors(f"residuals of {wire.name}", residuals),
+        in_flight("residuals before the commit", residuals // config.fragments if checks else 0),
+        in_flight(f"{what} in flight", late),
+        in_flight("staging", staged),
+        in_flight("averages before the commit", group if checks and not late else 0),
+        in_flight("scratch of the comparison", 3 * largest if checks else 0),
+        in_flight("moments in flight", len(moments.kinds) * moment_numel),
+        MemoryItem("encoded units", DEVICE, coded * depth, SYNCING),
+    ]
 
 
 def _vectors(name: str, numel: int, *, place: str = DEVICE, when: str = "") -> MemoryItem:
