@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import asdict
 
 from megatron_edit.method.ledger import BlockAssignment
@@ -37,7 +36,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} {value} cannot be saved")
 
 
-class Ledger(Struct, frozen=True, forbid_unknown_fields=True):
+class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of a `BlockAssignment` but the number of replicas, which the manifest has."""
 
     target: int
@@ -60,7 +59,9 @@ class Ledger(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class SavedRounds(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=_NAMES):
+class SavedRounds(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=_NAMES
+):
     """The engine's `RoundState` as plain values; `engine.saved` converts one to the other.
 
     Attributes:
@@ -98,7 +99,7 @@ class SavedRounds(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return None if ledger is None else BlockAssignment(num_replicas, **asdict(ledger))
 
 
-class PendingSync(Struct, frozen=True, forbid_unknown_fields=True):
+class PendingSync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A sync that had begun but not landed on a replica. None of its messages was in flight.
 
     Attributes:
@@ -131,7 +132,7 @@ class PendingSync(Struct, frozen=True, forbid_unknown_fields=True):
     moments: tuple[str, ...] = ()
 
 
-class ReplicaEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Progress of one replica.
 
     Attributes:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_edit.bridge.callback import EditCallback as EditCallback
-from megatron_edit.bridge.callback import edit_recipe as edit_recipe
+from megatron_edit.bridge.callback import EditCallback, edit_recipe
 
 if TYPE_CHECKING:
     from megatron_edit.bridge.optimizer_config import EditOptimizerConfig as EditOptimizerConfig

@@ -194,9 +194,7 @@ class BridgeAttachment(Attachment):
     @property
     def loop(self) -> BridgeLoop:
         """Connects the engine to the training loop."""
-        from megatron_edit.bridge.loop import BridgeLoop
-
-        assert isinstance(self._loop, BridgeLoop), "not attached"
+        assert isinstance(self._loop, self._loop_type), "not attached"
         return self._loop
 
     def attach(self) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import ValidationError
 
 from megatron_edit.checkpoint.files import REMEDY, FileRecord
 from megatron_edit.checkpoint.folder import manifest_path
@@ -138,7 +137,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         ValueError,
         AttributeError,
         OverflowError,
-        ValidationError,
+        msgspec.ValidationError,
     ) as error:
         raise UsageError(str(path), f"is broken: {_one_line(error)}", REMEDY) from error
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.special import entr
 
 from megatron_edit.constants import FEW_REPLICAS, SYNC_TIMES
 from megatron_edit.engine import SyncReport
@@ -96,7 +96,7 @@ def _overall_scalars(report: SyncReport) -> dict[str, float]:
         "rollbacks": int(decision.rollback.sum()),
         "weight/min": decision.weights.min().item(),
         "weight/max": decision.weights.max().item(),
-        "weight-entropy": torch.special.entr(decision.weights).sum(dim=0).mean().item(),
+        "weight-entropy": entr(decision.weights).sum(dim=0).mean().item(),
         **_mean_and_min(effective_replicas(decision.weights), "effective-replicas"),
         **_mean_and_min(report.clip, "clip-factor"),
         "inner-steps/min": min(report.inner_steps),

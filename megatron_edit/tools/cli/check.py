@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments; everything else belongs to the training command."""
     parser.description = (
         f"{parser.description or __doc__} A script that mentions megatron is run until its "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import shlex
 import shutil
 import signal
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ NEEDED = ("matplotlib", "jinja2", "tqdm")  # the extra `report`
 SILENT_SECONDS = 1800.0
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments; everything else belongs to the training command."""
     parser.usage = (
         "megatron-edit compare SCRIPT [FILE.args ...] ARGS --strategies ddp,diloco,edit "

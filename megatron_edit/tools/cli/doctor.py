@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ REMOVED = ("--parameters", "--step-seconds", "--hub", "--token-file", "--megatro
 _USED = tuple(map(flag, ("num_replicas", "placement", "replica_id", "rendezvous", "device")))
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.usage = "megatron-edit doctor [SCRIPT] [FILE.args ...] [ARGS] [...]"
     parser.description = (

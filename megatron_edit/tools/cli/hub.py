@@ -7,14 +7,13 @@ megatron-edit hub stop HOST:PORT [--token-file FILE]
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ipaddress
 import json
 import signal
 import socket
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from megatron_edit.flags import endpoint_text, parse_endpoint
 from megatron_edit.tools.cli.words import refuse_rest
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument("action", nargs="?", choices=("status", "stop"), help="default: run a hub")
     parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="of the hub to query")

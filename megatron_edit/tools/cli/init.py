@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ torchrun --standalone --nproc-per-node 4 -m megatron_edit scripts/pretrain_gpt.p
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument("folder", metavar="DIR", help="folder, made where it does not exist")
     parser.add_argument(

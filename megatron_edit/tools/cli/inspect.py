@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from megatron_edit.tools.plan.values import show_bytes
 _NAME = re.compile(REPLICA_NAME)  # a checkpoint of fewer members than nominal has fillers, too
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument("folder", help="the folder of --save, or one checkpoint in it (iter_...)")
     parser.add_argument("--ckpt-step", type=int, help="iteration (default: the one to be loaded)")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -33,7 +32,7 @@ LINE = (
 _OLD_LINE = f"from {MODULE} import activate; activate(__name__, __file__)  # megatron-edit patch"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument("folder", metavar="DIR", help="a clone of Megatron-LM")
     what = parser.add_mutually_exclusive_group()

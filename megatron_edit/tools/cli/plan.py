@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from megatron_edit.command_line import config_from_argv
@@ -29,7 +28,7 @@ DEFAULT_NAMES, DEFAULT_MFU = "edit,diloco,ddp,stock", 0.4
 REMOVED = ("--machine", "--forward-share")  # they would be taken for flags of the training
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments; everything else belongs to the training command."""
     parser.usage = (
         "megatron-edit plan [SCRIPT] [FILE.args ...] [ARGS] --replicas N --link 10Gbit "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import stat
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megatron_edit.tools.monitor.run import MonitoredRun
 RUNS_PAGE = "runs.html"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument(
         "folders", type=Path, nargs="+", metavar="RUN",
@@ -36,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_state_dir(parser)
 
 
-def add_state_dir(parser: argparse.ArgumentParser) -> None:
+def add_state_dir(parser: ArgumentParser) -> None:
     """Add the argument for the journal of an elastic run."""
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR",

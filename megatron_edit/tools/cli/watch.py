@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from megatron_edit.tools.monitor.run import MonitoredRun
 SECONDS = 2.0
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     add = parser.add_argument
     add("folder", type=Path, help="the folder of --edit-log-dir; it need not exist yet")

@@ -7,12 +7,11 @@ replaced by another one, whatever each of them needs of the rest.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib.util
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +116,7 @@ class TrainingCommand:
         return TrainingCommand(self.script, (*self.argv, NUM_REPLICAS, str(replicas)))
 
 
-def add_replicas(parser: argparse.ArgumentParser) -> None:
+def add_replicas(parser: ArgumentParser) -> None:
     """Add `--replicas`."""
     parser.add_argument("--replicas", type=int, metavar="N", help=f"the same as {NUM_REPLICAS} N")
 
@@ -140,9 +139,7 @@ SHARED = tuple(_SHARED)
 _TYPES: Mapping[str, type] = {"--world-size": int, "--gpu-tflops": float}
 
 
-def add_shared_words(
-    parser: argparse.ArgumentParser, used: Collection[str], *, ranks: str = ""
-) -> None:
+def add_shared_words(parser: ArgumentParser, used: Collection[str], *, ranks: str = "") -> None:
     """Add the options that `plan`, `check` and `doctor` share.
 
     Args:
@@ -303,7 +300,7 @@ def placement_lines(counts: Sequence[Mapping[str, int]]) -> Iterator[str]:
 # ---- Functions that several subcommands share
 
 
-class OneLineParser(argparse.ArgumentParser):
+class OneLineParser(ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,13 +145,13 @@ def _measure(world: ReplicaWorld, transport: Transport, all_ranks: Group, report
         world.shared_store, place.replica, place.num_replicas, transport, world.timeout, name
     )
     all_reduce = measure_all_reduce(among, all_ranks)
-    mine = [dataclasses.asdict(link) for link in measure_links(world, transport)]
+    mine = [asdict(link) for link in measure_links(world, transport)]
     links = [MeasuredLink(**link) for one in all_ranks.all_gather_json(mine) for link in one]
     report.findings += link_findings(links)
     report.findings += sync_findings(all_reduce, links, world.host_counts() or [])
     report.numbers = {
-        "links": [dataclasses.asdict(link) for link in links],
-        "all_reduce": dataclasses.asdict(all_reduce),
+        "links": [asdict(link) for link in links],
+        "all_reduce": asdict(all_reduce),
     }
 
 
