@@ -15,7 +15,8 @@ from pathlib import Path
 
 from script_errors import OneLineParser, exit_code_of
 
-from megatron_edit.tools.cli.patch import diff, release_of_clone, remove, training_scripts
+from megatron_edit.tools.cli.patch import diff, remove, training_scripts, version_of_clone
+from megatron_edit.versions import release_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TARGET = REPOSITORY / "patches"
@@ -23,7 +24,7 @@ TARGET = REPOSITORY / "patches"
 
 def make_patches(clone: Path) -> dict[Path, str]:
     """Return path and content of each patch file for a clone."""
-    folder = TARGET / release_of_clone(clone).tag
+    folder = TARGET / release_of(version_of_clone(clone)).tag
     return {
         (folder / name).with_suffix(".patch"): diff(remove(source, name), name)
         for name, source in training_scripts(clone).items()

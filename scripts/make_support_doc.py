@@ -26,8 +26,8 @@ from support_runs import STEPS, code_hash, make_clones, probe, train
 
 from megatron_edit.errors import UsageError
 from megatron_edit.host.seams.probes import PROBES
-from megatron_edit.tools.cli.patch import release_of_clone
-from megatron_edit.versions import RELEASES
+from megatron_edit.tools.cli.patch import version_of_clone
+from megatron_edit.versions import RELEASES, release_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = REPOSITORY / "docs" / "support.json"
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.clone is not None:
         with _clones(args.clone) as clones:
             for clone in clones:
-                data[release_of_clone(clone).tag] = _results(clone)
+                data[release_of(version_of_clone(clone)).tag] = _results(clone)
                 text = json.dumps(data, indent=1, sort_keys=True) + "\n"
                 DATA.write_text(text, encoding="utf-8")
     text = TARGET.read_text(encoding="utf-8")
@@ -136,9 +136,9 @@ def _clones(given: Sequence[str]) -> Iterator[list[Path]]:
 
 def _results(clone: Path) -> dict[str, Any]:
     """Probe and train with a clone."""
-    runs = {}
+    runs, tag = {}, release_of(version_of_clone(clone)).tag
     for name, verdict in train(clone):
-        print(f"{release_of_clone(clone).tag}: {name}: {verdict}", file=sys.stderr, flush=True)
+        print(f"{tag}: {name}: {verdict}", file=sys.stderr, flush=True)
         runs[name] = verdict
     return {
         **probe(clone), "symbols": [*map(str, PROBES)], "runs": runs, "code": code_hash(),

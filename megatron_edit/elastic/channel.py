@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -169,7 +169,7 @@ def never() -> bool:
 
 
 @dataclass
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Frames over a connection, used by one thread at a time.
 
     Attributes:
@@ -243,9 +243,6 @@ class Session:
         """End the connection, also where a forked process has inherited it."""
         shut_down(self.connection)
         self.connection.close()
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *given: object) -> None:
         self.close()

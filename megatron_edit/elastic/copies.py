@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import Enum
 from itertools import islice
 from typing import Annotated, NoReturn, Protocol
@@ -308,7 +308,7 @@ def _as_donor_error(failure: _Failure) -> Iterator[None]:
         raise _DonorError(failure, str(error)) from error
 
 
-class _Donor:
+class _Donor(AbstractContextManager["_Donor"]):
     """A connection to one donor. All its methods raise `_DonorError` where the donor is lost."""
 
     def __init__(
@@ -318,9 +318,6 @@ class _Donor:
             self._session = open_session(HubAddress(*address, token), CONNECT_SECONDS)
             self._session.max_bytes, self._session.send_seconds = CHUNK_BYTES + 1, TRANSFER_SECONDS
             self._session.is_cancelled = is_cancelled
-
-    def __enter__(self) -> _Donor:
-        return self
 
     def __exit__(self, *given: object) -> None:
         self._session.close()

@@ -104,7 +104,9 @@ class _Step:
             case _ if self.state.phase is Phase.ENDED:
                 pass
             case Stop():
-                self._stop()
+                if not self.state.is_stopping:
+                    self._record("stop")
+                    self.state = replace(self.state, is_stopping=True)
             case OpeningOverdue():
                 self._open_if_complete(is_overdue=True)
             case EpochOverdue():
@@ -277,13 +279,6 @@ class _Step:
         self._record("copied", name=member.name)
         self._set(replace(member, applied=state.round))
         self._gather()
-
-    # ---- on request
-
-    def _stop(self) -> None:
-        if not self.state.is_stopping:
-            self._record("stop")
-            self.state = replace(self.state, is_stopping=True)
 
     # ---- replicas go
 

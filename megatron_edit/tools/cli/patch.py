@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_edit.atomic_files import write_atomic
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.words import refuse_rest
-from megatron_edit.versions import Release, release_of
+from megatron_edit.versions import release_of
 
 NOT_PATCHED = 1
 PACKAGE_INFO = Path("megatron", "core", "package_info.py")
@@ -54,7 +54,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     refuse_rest("patch", rest)
     folder = Path(options.folder)
     if not options.revert:  # which works with any version
-        release = release_of_clone(folder)
+        release = release_of(version_of_clone(folder))
     scripts = training_scripts(folder)
     plain = {name: remove(source, name) for name, source in scripts.items()}
     if options.diff:
@@ -74,16 +74,6 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
             _write(folder / name, changed[name])
         sys.stdout.write(f"{name}: {before if same[name] else after}\n")
     return NOT_PATCHED if options.check and any(same.values()) else 0
-
-
-def release_of_clone(folder: Path) -> Release:
-    """Return the release that a clone belongs to.
-
-    Raises:
-        UsageError: `folder` is no clone of Megatron-LM.
-        HostVersionError: the clone's version is not supported.
-    """
-    return release_of(version_of_clone(folder))
 
 
 def version_of_clone(folder: Path) -> str:

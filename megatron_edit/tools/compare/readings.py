@@ -248,12 +248,8 @@ def _peak(
     if kind.is_synchronous:
         tokens = log.batch_size * kind.seq_length
         return step_bytes * speed / tokens if speed and tokens else None
-    rates = []
-    for sync in syncs:
-        seconds = sync["seconds"]["total"] - sync["seconds"]["wait"]
-        if seconds > 0:
-            rates.append(sync["wire_bytes"] / seconds)
-    return max(rates, default=None)
+    spans = ((s["wire_bytes"], s["seconds"]["total"] - s["seconds"]["wait"]) for s in syncs)
+    return max((nbytes / seconds for nbytes, seconds in spans if seconds > 0), default=None)
 
 
 def _state_bytes(kind: RunKind, syncs: Sequence[Mapping[str, Any]]) -> int | None:

@@ -92,8 +92,10 @@ def baseline_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF
     size = ring // instances
     inside = sum(_links(machines[i * size : (i + 1) * size]) for i in range(instances))
     between = sum(_links(machines[shard::size]) for shard in range(size))
-    per_parameter = inside * (size - 1) / size * (element.gradient + element.rest)
-    per_parameter += between * 2 * (instances - 1) / instances * element.gradient / size
+    per_parameter = (
+        inside * (size - 1) / size * (element.gradient + element.rest)
+        + between * 2 * (instances - 1) / instances * element.gradient / size
+    )
     return num_steps * layout.num_parameters * per_parameter
 
 

@@ -315,8 +315,10 @@ def stock_cost(job: Job, setting: TimingSetting) -> Cost:
     reduce = link.seconds(gradients)
     gather = link.seconds(traffic.per_host - gradients) * machine.gather_factor
     work = machine.per_wire_byte * traffic.per_rank
-    exposed = max(0.0, reduce - backward * job.words.has("--overlap-grad-reduce"))
-    exposed += max(0.0, gather - forward * job.overlaps_gather)
+    exposed = (
+        max(0.0, reduce - backward * job.words.has("--overlap-grad-reduce"))
+        + max(0.0, gather - forward * job.overlaps_gather)
+    )  # fmt: skip
     # The rank's local work for the exchange cannot overlap with its compute.
     return Cost(reduce + gather, work, max(exposed, work), setting.step, max(reduce, gather))
 
@@ -348,10 +350,12 @@ def local_work(config: EditConfig, machine: Machine, numel: int, size: int) -> f
         numel: elements of the shard.
         size: N, replicas.
     """
-    work = machine.per_element * numel
-    work += machine.per_sent_byte * all_reduce_payload(FP32_BYTES * numel, size)
-    work += machine.per_ring_step * 2 * (size - 1)
-    return work + (FP32_BYTES * numel / machine.copy_bandwidth if config.offload else 0.0)
+    return (
+        machine.per_element * numel
+        + machine.per_sent_byte * all_reduce_payload(FP32_BYTES * numel, size)
+        + machine.per_ring_step * 2 * (size - 1)
+        + (FP32_BYTES * numel / machine.copy_bandwidth if config.offload else 0.0)
+    )
 
 
 def _ring_steps(job: Job, wire: str) -> int:
