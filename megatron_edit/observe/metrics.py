@@ -89,9 +89,9 @@ def _overall_scalars(report: SyncReport) -> dict[str, float]:
         "iteration": report.step,
         **_mean_and_max(decision.norms, "pseudo-gradient-norm"),
         **_mean_and_max(report.update_norm, "update-norm"),
-        "z-score/max": _largest(decision.verdict.scores),
+        "z-score/max": largest_finite(decision.verdict.scores),
         "anomalies": int(decision.verdict.anomalous.sum()),
-        "loss-z-score/max": _largest(decision.loss.scores),
+        "loss-z-score/max": largest_finite(decision.loss.scores),
         "loss-rejections": int(decision.loss.rejected.sum()),
         "rollbacks": int(decision.rollback.sum()),
         "weight/min": decision.weights.min().item(),
@@ -109,7 +109,7 @@ def _overall_scalars(report: SyncReport) -> dict[str, float]:
 def _replica_scalars(report: SyncReport, replica: int) -> dict[str, float]:
     decision = report.decision
     return {
-        "pseudo-gradient-norm": _mean(decision.norms[replica]),
+        "pseudo-gradient-norm": finite_mean(decision.norms[replica]),
         "weight": decision.weights[replica].mean().item(),
         "anomalies": int(decision.verdict.anomalous[replica].sum()),
         "round-loss": decision.loss.losses[replica].item(),
@@ -121,7 +121,7 @@ def _replica_scalars(report: SyncReport, replica: int) -> dict[str, float]:
 def _unit_scalars(report: SyncReport, index: int) -> dict[str, float]:
     decision = report.decision
     return {
-        "pseudo-gradient-norm": _mean(decision.norms[:, index]),
+        "pseudo-gradient-norm": finite_mean(decision.norms[:, index]),
         "update-norm": report.update_norm[index].item(),
         "clip-factor": report.clip[index].item(),
         "effective-replicas": effective_replicas(decision.weights)[index].item(),
@@ -135,19 +135,21 @@ def _below(prefix: str, scalars: dict[str, float]) -> dict[str, float]:
 
 def _mean_and_max(values: Tensor, name: str) -> dict[str, float]:
     """Return the mean of the finite values, and the largest."""
-    return {f"{name}/mean": _mean(values), f"{name}/max": _largest(values)}
+    return {f"{name}/mean": finite_mean(values), f"{name}/max": largest_finite(values)}
 
 
 def _mean_and_min(values: Tensor, name: str) -> dict[str, float]:
     """Return the mean of the finite values, and the smallest."""
-    return {f"{name}/mean": _mean(values), f"{name}/min": -_largest(-values)}
+    return {f"{name}/mean": finite_mean(values), f"{name}/min": -largest_finite(-values)}
 
 
-def _mean(values: Tensor) -> float:
+def finite_mean(values: Tensor) -> float:
+    """Return the mean of the finite values; NaN without any."""
     return float(values[values.isfinite()].mean())
 
 
-def _largest(values: Tensor) -> float:
+def largest_finite(values: Tensor) -> float:
+    """Return the largest of the finite values; NaN without any."""
     known = values[values.isfinite()]
     return float(known.max()) if known.numel() else math.nan
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-
 from megatron_edit import __version__
 from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM, SYNC_TIMES
 from megatron_edit.engine import SyncReport
@@ -25,7 +23,7 @@ from megatron_edit.flags import flag
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import show_one_warning
 from megatron_edit.observe.listeners import METRICS_EXTRA, Listener, finish_within, require_package
-from megatron_edit.observe.metrics import replica_names
+from megatron_edit.observe.metrics import finite_mean, largest_finite, replica_names
 from megatron_edit.observe.records import VALIDATION, Ending, Evaluation, Iteration
 
 if TYPE_CHECKING:
@@ -203,14 +201,13 @@ class Telemetry(Listener):
             "edit.sync.rollbacks": int(decision.rollback.sum()),
             "edit.weight": decision.weights[me].mean().item(),
             "edit.effective_replicas": effective_replicas(decision.weights).mean().item(),
-            "edit.clip": _finite(report.clip).mean().item(),
+            "edit.clip": finite_mean(report.clip),
+            "edit.z_score": largest_finite(decision.verdict.scores[me]),
         })  # fmt: skip
         for phase in SYNC_TIMES:
             self._put({"edit.sync.duration": report.seconds[phase]}, phase=phase)
         for row in decision.reasons():
             self._put({"edit.sync.updates": 1}, verdict=row[me] or ACCEPTED)
-        if (scores := _finite(decision.verdict.scores[me])).numel():
-            self._put({"edit.z_score": scores.max().item()})
         if self._tracer is not None:
             if self._ids is not None:
                 self._ids.next_trace = trace_id_of(report)  # one trace of all replicas
@@ -355,7 +352,3 @@ def _unless_idle(*providers: Any) -> list[Any]:
     """Return providers, and None for one of OpenTelemetry's API, which does nothing."""
     idle = ("opentelemetry.trace", "opentelemetry.metrics")
     return [None if type(each).__module__.startswith(idle) else each for each in providers]
-
-
-def _finite(values: Tensor) -> Tensor:
-    return values[values.isfinite()]
