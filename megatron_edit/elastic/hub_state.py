@@ -335,9 +335,8 @@ class HubState:
             else each
             for each in self.roster
         )
-        members = tuple(handles)
         return replace(
-            self, epoch=epoch, members=members, phase=Phase.GATHER, roster=roster,
+            self, epoch=epoch, members=tuple(handles), phase=Phase.GATHER, roster=roster,
             announced=leader,
         )  # fmt: skip
 

@@ -88,15 +88,13 @@ class JournalEntry:
 
     def line(self) -> bytes:
         """The line, with its end."""
-        record = self._record() | {"hash": self.hash}
-        return to_json(record) + b"\n"
+        return to_json(self._record() | {"hash": self.hash}) + b"\n"
 
     def _record(self) -> dict[str, Any]:
-        own = {
+        return {
             "seq": self.seq, "time": self.time, "term": self.term, "epoch": self.epoch,
-            "event": self.event,
+            "event": self.event, **self.fields,
         }  # fmt: skip
-        return own | dict(self.fields)
 
 
 class Journal:

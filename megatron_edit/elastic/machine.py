@@ -500,8 +500,7 @@ class _Step:
 
     def _end(self, reason: str, exit_code: int) -> None:
         """End the run, without a save."""
-        holes = _lists(self.state.holes)
-        self._record("end", reason=reason, exit_code=exit_code, holes=holes)
+        self._record("end", reason=reason, exit_code=exit_code, holes=_lists(self.state.holes))
         self.state = replace(self.state, phase=Phase.ENDED, end=(reason, exit_code))
         for each in self.state.roster:
             self._send(each.name, End(reason, exit_code))

@@ -121,14 +121,10 @@ def add_replicas(parser: ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, metavar="N", help=f"the same as {NUM_REPLICAS} N")
 
 
-HOSTS_HELP = (
-    "hosts of the launch, to show which replica is on which: node1,node2 for equal numbers of "
-    "ranks, node1:8,node2:4 for others"
-)
-
 _SHARED: Mapping[str, str] = {
     "--world-size": "ranks of the launch",
-    "--hosts": HOSTS_HELP,
+    "--hosts": "hosts of the launch, to show which replica is on which: node1,node2 for equal "
+    "numbers of ranks, node1:8,node2:4 for others",
     "--link": "bandwidth of a host: 10Gbit, 100Mbit, 1.25GB (b: bits, B: bytes)",
     "--latency": "of the link: 20ms (default: 0)",
     "--step-time": "of a step without exchanges between replicas: 350ms, 2.5s, or 2.5 (seconds)",

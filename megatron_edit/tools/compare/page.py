@@ -54,8 +54,7 @@ def write_report(folder: Path, outcome: ComparisonResult) -> Path:
 
 
 def _title(outcome: ComparisonResult) -> str:
-    setting = outcome.plan[0].setting
-    model = model_of(setting.flags)
+    model = model_of(outcome.plan[0].setting.flags)
     on = f" on {model}" if model else ""
     day = time.strftime("%Y-%m-%d")
     return f"Comparison of {', '.join(outcome.compared)}{on}, {socket.gethostname()}, {day}"

@@ -173,8 +173,7 @@ def gradient_traffic(job: Job, config: EditConfig) -> Traffic:
     size, wire = job.mesh.num_replicas, Wire.of(config.warmup_dtype)
     numels = [sum(row) for row in job.rank_numels]
     if wire.codec is None:
-        nbytes = job.gradient_bytes
-        each = [all_reduce_payload(nbytes * numel, size) for numel in numels]
+        each = [all_reduce_payload(job.gradient_bytes * numel, size) for numel in numels]
     else:
         each = [wire.payload_bytes(numel, size) for numel in numels]
     total = float(sum(each))
