@@ -139,7 +139,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         OverflowError,
         msgspec.ValidationError,
     ) as error:
-        raise UsageError(str(path), f"is broken: {_one_line(error)}", REMEDY) from error
+        rule = f"is broken: {type(error).__name__} {error}".splitlines()[0]
+        raise UsageError(str(path), rule, REMEDY) from error
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
@@ -177,7 +178,3 @@ def _numbers(values: list[Any]) -> list[Any]:
         _numbers(value) if isinstance(value, list) else math.nan if value is None else float(value)
         for value in values
     ]
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__} {error}".splitlines()[0]

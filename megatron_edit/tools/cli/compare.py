@@ -101,9 +101,12 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
         raise UsageError("no training script", "is needed for runs", "give it before all flags")
     script = training_script(command.script)
     entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
-    launcher = _launcher(options.launcher)
     setting = ComparisonSetting(
-        script, command.argv, options.nproc_per_node, launcher, options.link
+        script,
+        command.argv,
+        num_ranks=options.nproc_per_node,
+        launcher=_launcher(options.launcher),
+        link=options.link,
     )
     plan = make_plan(setting, entries, _seeds(options.seeds))
     check_installed(*NEEDED)

@@ -87,5 +87,4 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
         sys.stdout.write(json.dumps({**report.numbers, "findings": lines}, indent=1) + "\n")
     else:
         sys.stdout.write(machine.table(findings))
-    is_bad = any(finding.level is machine.Level.BAD for finding in findings)
-    return FOUND_BAD if is_bad else 0
+    return FOUND_BAD if any(each.level is machine.Level.BAD for each in findings) else 0

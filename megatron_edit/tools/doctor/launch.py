@@ -83,11 +83,7 @@ def examine(config: EditConfig, placement: Placement | None, folder: Path | None
         world.arrange(config.placement)
         os.environ.update(world.interface_variable)
         if _exchange_facts(world, report):
-            size = placement.num_replicas * placement.ranks_per_replica
-            all_ranks = stand_alone_group(
-                world.shared_store, placement.global_rank, size, ON_CPU, world.timeout,
-                "doctor/all_ranks",
-            )  # fmt: skip
+            all_ranks = _all_ranks_group(world)
             if placement.num_replicas > 1:
                 _measure(world, transport, all_ranks, report)
             if folder is not None:
@@ -200,6 +196,14 @@ def _transport(config: EditConfig) -> Transport:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Transport("nccl", device)
+
+
+def _all_ranks_group(world: ReplicaWorld) -> Group:
+    place = world.placement
+    size = place.num_replicas * place.ranks_per_replica
+    return stand_alone_group(
+        world.shared_store, place.global_rank, size, ON_CPU, world.timeout, "doctor/all_ranks"
+    )
 
 
 # ---- Latency, bandwidth and clock offsets between replicas
