@@ -200,12 +200,14 @@ def _warmup(run: Mapping[str, Any], kind: RunKind) -> int:
     """Return the synchronous steps at the beginning; if all are, those excluded from the speed."""
     if kind.is_synchronous or "config" not in run:
         return kind.warmup_steps
-    return int(run["config"]["warmup_steps"])
+    choices = run.get("choices")  # the warm-up may have ended early
+    return int(choices[0]["since"] if choices else run["config"]["warmup_steps"])
 
 
 def _last_local(run: Mapping[str, Any], kind: RunKind, last: int) -> int:
     """Return the last step before the synchronous ones; `last` without such steps at the end."""
-    has_phase = bool(run.get("config", {}).get("final_sync_fraction"))
+    used = [run.get("config", {}), *(choice["settings"] for choice in run.get("choices", []))]
+    has_phase = bool(used[-1].get("final_sync_fraction"))
     if kind.is_synchronous:
         return 0
     if kind.is_ideal or not has_phase:
