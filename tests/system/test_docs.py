@@ -123,9 +123,10 @@ PAGES = {
     ),
     "docs/choosing.md": Page(
         {"--edit-warmup-steps 40": "--edit-warmup-steps 20",
-         VALID: f"{VALID} --num-layers 1 --hidden-size 64 --train-iters 36 --eval-iters 1"},
-        ("of the ideal", "--edit-auto after step 20: tau 8", "--edit-auto expects",
-         "--edit-auto measured", "sync 2 after iteration 36"),
+         VALID: f"{VALID} --num-layers 1 --hidden-size 64 --train-iters 36 --eval-iters 1 "
+                "--edit-final-sync-fraction 0"},
+        ("of the ideal", "chosen after step 20: a sync every 8 steps", "expected: ", "measured: ",
+         "sync 2 after iteration 36"),
     ),
     "docs/cluster.md": Page(
         {OF_READER: MOCK, "=eth0": "=lo", "--split 99,1,0": "--split 90,10,0",
