@@ -28,15 +28,17 @@ from frame.gpt import flag_words
 IDEAL, STOCK, PAPER, DILOCO, TORCHFT, EDIT = "ideal", "stock", "paper", "diloco", "torchft", "edit"
 KINDS = (STOCK, PAPER, DILOCO, TORCHFT, EDIT)
 APART = (IDEAL, TORCHFT)  # each host is a Megatron job of its own
-# Flags of EDiT's kinds, besides the warm-up, the number of replicas and the folder of the events.
-OURS: dict[str, tuple[str, ...]] = {
-    PAPER: ("--edit-sync-interval", "128"),
-    DILOCO: ("--edit-strategy", "diloco", "--edit-sync-interval", "128"),
-    EDIT: ("--edit-warmup-dtype", "int8"),
+# Flags of EDiT's kinds, besides the number of replicas and the folder of the events. `tenth` and
+# `twentieth` are shares of the iterations.
+OURS = {
+    PAPER: "--edit-sync-interval 128 --edit-warmup-steps {tenth}",
+    DILOCO: "--edit-strategy diloco --edit-sync-interval 128 --edit-warmup-steps {tenth}",
+    EDIT: "--edit-auto --edit-warmup-dtype int8 --edit-warmup-steps {twentieth}",
 }
-CHOOSES = ("--edit-auto",)  # what the loss run of `edit` replaces by the chosen settings
+# Those of `edit` with settings that another run has chosen.
+WITH_CHOSEN = "{chosen} --edit-warmup-dtype int8 --edit-warmup-steps {twentieth}"
 LEAST_WARMUP = 20  # in which settings can be chosen
-SHORT_WARMUP = 5  # of speed runs whose settings are given: the length of a step is the same
+SHORT_WARMUP = 5  # of speed runs whose settings are given, for `tenth`: its steps are all alike
 TORCHFT_INTERVAL = 40  # steps
 # A layer; a larger bucket would gather two at once, and a step could hide less.
 BUCKET_NUMEL = 424_000
@@ -128,14 +130,14 @@ class Job:
         """Return the flags of EDiT; see `words`."""
         if self.kind not in OURS:
             return []
-        iterations, chosen = self.args.iterations, list[str]()
-        warmup = SHORT_WARMUP if is_short else iterations // 10
-        if self.kind == EDIT:
-            warmup = max(LEAST_WARMUP, iterations // 20)
-            chosen = self.chosen.split() or [*CHOOSES]
-        given = flag_words({"edit-warmup-steps": warmup, "edit-num-replicas": self.args.hosts,
-                            "edit-log-dir": events})  # fmt: skip
-        return ["--use-edit", *OURS[self.kind], *chosen, *given]
+        iterations = self.args.iterations
+        own = (WITH_CHOSEN if self.chosen else OURS[self.kind]).format(
+            chosen=self.chosen,
+            tenth=SHORT_WARMUP if is_short else iterations // 10,
+            twentieth=max(LEAST_WARMUP, iterations // 20),
+        )
+        common = {"edit-num-replicas": self.args.hosts, "edit-log-dir": events}
+        return ["--use-edit", *own.split(), *flag_words(common)]
 
     def _training_words(self, host: int, *, is_short: bool) -> list[str]:
         args, corpus = self.args, Path(self.args.corpus)
