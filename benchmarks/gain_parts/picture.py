@@ -48,7 +48,7 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     _draw_by_link(seconds, rows, "seconds_to_loss")
     seconds.set_yscale("log")
     seconds.yaxis.set_major_formatter("{x:g}")
-    seconds.set_title("seconds until the loss at which the worst of them ends", fontsize=10)
+    seconds.set_title("seconds to the final loss of the worst training", fontsize=10)
     seconds.set_xlabel("link between the replicas")
     _draw_losses(loss, rows)
     handles, labels = speed.get_legend_handles_labels()
@@ -83,8 +83,10 @@ def _draw_losses(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         if kind in (STOCK, IDEAL) or not own:
             continue
         for row in own if kind == EDIT else own[:1]:
-            link = f"\nat {link_name(row['rate'])}" if kind == EDIT else ""
-            bars.append((label.replace(", ", ",\n") + link, color, row["above_stock"]))
+            text = label.replace(", ", ",\n")
+            if kind == EDIT:
+                text = f"{label},\n{link_name(row['rate'])}"
+            bars.append((text, color, row["above_stock"]))
     percents = [[100 * each for each in losses] for _, _, losses in bars]
     means = [fmean(each) for each in percents]
     axes.barh(range(len(bars)), means, color=[color for _, color, _ in bars])

@@ -144,6 +144,12 @@ LOSS = (
     Column("by seed", _percents),
     Column("seconds to the loss", partial(_spread_of, "seconds_to_loss"), "{:.0f}", of=ALL),
 )
+NOTES = """\
+`paper` and `diloco` have a warm-up of a tenth of the iterations: after the paper's 1000 steps no
+round would begin. *Local steps of ideal* are those after the warm-up; *whole training* has the
+warm-up, the choice of settings, and a final phase, whose steps count as those of the warm-up.
+*Expected* is what `edit` predicts of its choice. *The loss* is the highest final one of the
+trainings with the same seed."""
 CHOICE = (_LINK, Column("settings", "chosen"), Column("runs", "runs"))
 
 
@@ -154,4 +160,4 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
                for row in rows for each, number in Counter(row["chosen"]).items()]  # fmt: skip
     tables = {"Speed": table_of(SPEED, rows), "Loss and time to a loss": table_of(LOSS, trained),
               "Chosen settings": table_of(CHOICE, choices)}  # fmt: skip
-    return "\n\n".join(f"## {head}\n\n{text}" for head, text in tables.items())
+    return "\n\n".join([NOTES, *(f"## {head}\n\n{text}" for head, text in tables.items())])
