@@ -55,7 +55,7 @@ from netlab import Lab, LabError
 
 SPEED, LOSS = "speed", "loss"
 QUICK: dict[str, Any] = {
-    "links": "100e6", "repeats": 1, "seeds": "1", "kinds": "stock,edit", "iterations": 48,
+    "links": "100e6", "repeats": 1, "seeds": "1", "kinds": "stock,edit", "iterations": 80,
     "local_steps": 8,
 }  # fmt: skip
 
@@ -90,6 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "samples": (8, "of a replica in a step"),
         "seeds": ("1,2,3", "of the trainings for the loss, separated by commas"),
         "rival-repeats": (2, f"repeats of all kinds but {IDEAL} and {EDIT}"),
+        "edit-warmup": (0, f"steps of {EDIT}'s warm-up in speed runs; 0 for those of a training"),
         "local-steps": (128, "least number of measured local steps of a run"),
         "corpus": (str(convergence.CORPUS), "folder; prepared if there is none in it"),
         "torchft": ("", "interpreter with torchft and the torch of this one; adds its kind"),
@@ -151,13 +152,13 @@ class Results(Study[Speed | Curve]):
             self._links.append(self.once(key, partial(measure_link, lab, rate, 0)))
 
     def _measure_losses(self, bench: Bench, kind: str, seed: int) -> None:
-        chosen = [""]
+        choosers: dict[str, Speed | None] = {"": None}
         if kind == EDIT:
-            choices = [self.analysis().chosen(rate, seed) for rate in self.args.links]
-            chosen = list(dict.fromkeys(filter(None, choices)))
-        for each in chosen:
-            key = f"seed {seed}, {kind}" + f", {each}" * bool(each)
-            found = self.measure(key, partial(bench.loss, kind, seed, each))
+            runs = [self.analysis().chooser(rate, seed) for rate in self.args.links]
+            choosers = {run.chosen: run for run in runs if run}
+        for chosen, run in choosers.items():
+            key = f"seed {seed}, {kind}" + f", {chosen}" * bool(chosen)
+            found = self.measure(key, partial(bench.loss, kind, seed, run))
             if found is not None:
                 self.found.append(found)
             self.write()
@@ -174,7 +175,7 @@ class Results(Study[Speed | Curve]):
         if isinstance(run, Curve):
             return f"{run.final:.4f}"
         warmup = f", in the warm-up {run.warmup * 1e3:.1f} ms" if run.warmup else ""
-        return f"{run.local * 1e3:.1f} ms{warmup} {run.chosen.replace('--edit-', '')}"
+        return f"{run.local * 1e3:.1f} ms{warmup} {run.chosen}"
 
     def summary(self) -> dict[str, Any]:
         """Return the links, the results by link and kind, and the validation losses."""

@@ -4,10 +4,10 @@
 |---|---|
 | ideal | every host alone, as stock Megatron with one rank, without exchange |
 | stock | one stock Megatron job over all hosts, with the overlaps of its distributed optimizer |
-| paper | EDiT with the paper's constants, but a warm-up of a tenth of the iterations |
-| diloco | DiLoCo in its place, with the same warm-up and interval |
+| paper | `--edit-preset paper`, but a warm-up of a tenth of the iterations |
+| diloco | `--edit-strategy diloco` with the same warm-up and interval |
 | torchft | streaming DiLoCo of torchft (`frame/pretrain_torchft.py`), without a warm-up |
-| edit | EDiT, whose settings are chosen in the warm-up from the measured link |
+| edit | `--use-edit` alone: settings are chosen in the warm-up from the measured link |
 
 All kinds train the GPT of `convergence.py`, with the same samples in each step.
 """
@@ -28,17 +28,13 @@ from frame.gpt import flag_words
 IDEAL, STOCK, PAPER, DILOCO, TORCHFT, EDIT = "ideal", "stock", "paper", "diloco", "torchft", "edit"
 KINDS = (STOCK, PAPER, DILOCO, TORCHFT, EDIT)
 APART = (IDEAL, TORCHFT)  # each host is a Megatron job of its own
-# Flags of EDiT's kinds, besides the number of replicas and the folder of the events. `tenth` and
-# `twentieth` are shares of the iterations.
+# Flags of EDiT's kinds, besides the number of replicas and the folder of the events.
 OURS = {
-    PAPER: "--edit-sync-interval 128 --edit-warmup-steps {tenth}",
-    DILOCO: "--edit-strategy diloco --edit-sync-interval 128 --edit-warmup-steps {tenth}",
-    EDIT: "--edit-auto --edit-warmup-dtype int8 --edit-warmup-steps {twentieth}",
+    PAPER: "--edit-preset paper --edit-warmup-steps {warmup}",
+    DILOCO: "--edit-strategy diloco --edit-sync-interval 128 --edit-warmup-steps {warmup}",
+    EDIT: "",
 }
-# Those of `edit` with settings that another run has chosen.
-WITH_CHOSEN = "{chosen} --edit-warmup-dtype int8 --edit-warmup-steps {twentieth}"
-LEAST_WARMUP = 20  # in which settings can be chosen
-SHORT_WARMUP = 5  # of speed runs whose settings are given, for `tenth`: its steps are all alike
+SHORT_WARMUP = 5  # of speed runs whose settings are given: its steps are all alike
 TORCHFT_INTERVAL = 40  # steps
 # A layer; a larger bucket would gather two at once, and a step could hide less.
 BUCKET_NUMEL = 424_000
@@ -86,10 +82,9 @@ def rounds_of(run: Mapping[str, Any], least: int) -> tuple[int, int] | None:
     )
 
 
-def chosen_flags(settings: Mapping[str, Any]) -> str:
-    """Return the flags of the settings of a choice, separated by spaces."""
-    kept = {name: value for name, value in settings.items() if name != TIMED}
-    return " ".join(flag_words({f"edit-{n.replace('_', '-')}": x for n, x in kept.items()}))
+def chosen_words(settings: Mapping[str, Any]) -> str:
+    """Return the settings of a choice as a text."""
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if name != TIMED)
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,13 @@ class Job:
 
     Attributes:
         args: the study's command line.
-        chosen: flags of chosen settings, for the loss of `edit`; "" for others, and where the run
-            chooses its settings.
+        record: `run.json` of the run whose chosen settings `edit` repeats; "" chooses them.
     """
 
     kind: str
     args: argparse.Namespace
     seed: int
-    chosen: str = ""
+    record: str = ""
 
     @property
     def consoles(self) -> Sequence[int]:
@@ -130,14 +124,13 @@ class Job:
         """Return the flags of EDiT; see `words`."""
         if self.kind not in OURS:
             return []
-        iterations = self.args.iterations
-        own = (WITH_CHOSEN if self.chosen else OURS[self.kind]).format(
-            chosen=self.chosen,
-            tenth=SHORT_WARMUP if is_short else iterations // 10,
-            twentieth=max(LEAST_WARMUP, iterations // 20),
-        )
+        warmup = SHORT_WARMUP if is_short else self.args.iterations // 10
+        own = OURS[self.kind].format(warmup=warmup).split()
         common = {"edit-num-replicas": self.args.hosts, "edit-log-dir": events}
-        return ["--use-edit", *own.split(), *flag_words(common)]
+        common |= {"edit-settings": self.record} if self.record else {}
+        if self.kind == EDIT and is_short and self.args.edit_warmup:
+            common["edit-warmup-steps"] = self.args.edit_warmup
+        return ["--use-edit", *own, *flag_words(common)]
 
     def _training_words(self, host: int, *, is_short: bool) -> list[str]:
         args, corpus = self.args, Path(self.args.corpus)

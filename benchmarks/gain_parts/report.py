@@ -55,10 +55,10 @@ class Analysis:
         cases = dict.fromkeys((run.rate, run.kind) for run in self.speeds)
         return [self._row(*case) for case in cases]
 
-    def chosen(self, rate: float | None, seed: int) -> str:
-        """Return the flags that `edit` chose for a link, for a seed; "" where none are known."""
+    def chooser(self, rate: float | None, seed: int) -> Speed | None:
+        """Return the run of `edit` over a link whose choice counts for a seed."""
         runs = self._runs(rate, EDIT)
-        return runs[self.seeds.index(seed) % len(runs)].chosen if runs else ""
+        return runs[self.seeds.index(seed) % len(runs)] if runs else None
 
     def _row(self, rate: float | None, kind: str) -> dict[str, Any]:
         runs = self._runs(rate, kind)
@@ -88,12 +88,10 @@ class Analysis:
 
     def _outcome(self, rate: float | None, kind: str, seed: int) -> Outcome | None:
         """Return the outcome of a whole training; None where something is not measured."""
-        chosen = self.chosen(rate, seed) if kind == EDIT else ""
+        chooser = self.chooser(rate, seed) if kind == EDIT else None
         own = {(x.kind, x.chosen): x for x in self.curves if x.seed == seed}
-        curve, stock = own.get((kind, chosen)), own.get((STOCK, ""))
-        runs = self._runs(rate, kind)
-        if kind == EDIT and runs:
-            runs = [runs[self.seeds.index(seed) % len(runs)]]
+        curve, stock = own.get((kind, chooser.chosen if chooser else "")), own.get((STOCK, ""))
+        runs = [chooser] if chooser else self._runs(rate, kind)
         pairs = [(run, ideal) for run in runs if (ideal := self._ideal_of(run))]
         if not (curve and stock and pairs):
             return None
@@ -156,7 +154,7 @@ CHOICE = (_LINK, Column("settings", "chosen"), Column("runs", "runs"))
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the tables; numbers are medians over repeats, or over seeds, unless stated."""
     trained = [row for row in rows if row["above_stock"]]
-    choices = [{"rate": row["rate"], "runs": number, "chosen": each.replace("--edit-", "")}
+    choices = [{"rate": row["rate"], "runs": number, "chosen": each}
                for row in rows for each, number in Counter(row["chosen"]).items()]  # fmt: skip
     tables = {"Speed": table_of(SPEED, rows), "Loss and time to a loss": table_of(LOSS, trained),
               "Chosen settings": table_of(CHOICE, choices)}  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from .kinds import (
     TORCHFT,
     TORCHFT_INTERVAL,
     Job,
-    chosen_flags,
+    chosen_words,
     measured_rounds,
     rounds_of,
 )
@@ -46,8 +46,9 @@ class Speed:
         warmup: median seconds of a step of the warm-up; None without one.
         local: mean seconds of a step of local training; all steps of `stock` and `ideal` are such.
         choice: seconds that choosing the settings adds to the last step of the warm-up.
-        chosen: flags of the chosen settings; "" where nothing is chosen.
+        chosen: the chosen settings as a text; "" where nothing is chosen.
         expected: share of the ideal that the choice predicts.
+        record: the `run.json` of EDiT's kinds.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Speed:
     choice: float = 0.0
     chosen: str = ""
     expected: float | None = None
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Curve:
     """The validation loss of a training by iteration.
 
     Attributes:
-        chosen: see `Job`.
+        chosen: see `Speed`.
         warmup: W, iterations of the warm-up.
         last_local: the last iteration before the final phase.
     """
@@ -102,7 +104,7 @@ class Bench:
 
     def speed(self, kind: str, rate: float | None, repeat: int) -> Speed:
         """Run a training over limited links until enough of it is measured, and end it."""
-        with self._training(Job(kind, self._args, seed=1), is_short=True) as (job, training):
+        with self._training(kind, 1, is_short=True) as (job, training):
             self._lab.set_rate(rate)
             consoles = [Console(training.log(host)) for host in job.consoles]
 
@@ -128,8 +130,9 @@ class Bench:
             # The speeds of jobs apart are added.
             local=len(local) / sum(1e3 * (last - first) / ms for ms in local),
             choice=max(0.0, warmup[-1] - median(warmup)) if choices else 0.0,
-            chosen=chosen_flags(choices[-1]["settings"]) if choices else "",
+            chosen=chosen_words(choices[-1]["settings"]) if choices else "",
             expected=choices[-1]["share"] if choices else None,
+            record=run,
         )
 
     def _span(
@@ -149,9 +152,14 @@ class Bench:
             raise training.failed("no whole round is left to be measured", 0)
         return span
 
-    def loss(self, kind: str, seed: int, chosen: str) -> Curve:
-        """Train to the end, without limited links."""
-        with self._training(Job(kind, self._args, seed, chosen), is_short=False) as (job, training):
+    def loss(self, kind: str, seed: int, of: Speed | None = None) -> Curve:
+        """Train to the end without limited links, with the settings that a speed run chose, if
+        one is given."""
+        chosen, record = (of.chosen, dict(of.record)) if of else ("", {})
+        if record and self._args.edit_warmup:  # which is not that of a whole training
+            config = record["config"]
+            record["config"] = {name: config[name] for name in config if name != "warmup_steps"}
+        with self._training(kind, seed, record, is_short=False) as (job, training):
             training.to_end(lambda: None, limit=self._args.time_limit, poll=POLL_SECONDS)
             if kind not in OURS:
                 log = read_console(*map(training.log, job.consoles))
@@ -162,10 +170,15 @@ class Bench:
             return Curve(kind, seed, chosen, *phases, validation)
 
     @contextmanager
-    def _training(self, job: Job, *, is_short: bool) -> Iterator[tuple[Job, Training]]:
+    def _training(
+        self, kind: str, seed: int, record: Mapping[str, Any] | None = None, *, is_short: bool
+    ) -> Iterator[tuple[Job, Training]]:
         args = self._args
         with tempfile.TemporaryDirectory(prefix="gains-") as name:
-            folder = Path(name)
+            folder, path = Path(name), Path(name) / "chosen.json"
+            if record:
+                path.write_text(json.dumps(record), encoding="utf-8")
+            job = Job(kind, args, seed, str(path) if record else "")
             words = [job.words(host, folder / EVENTS, is_short=is_short)
                      for host in range(args.hosts)]  # fmt: skip
             ranks = [Rank(each) for each in words]

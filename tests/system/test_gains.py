@@ -44,7 +44,7 @@ def speeds() -> list[Speed]:
         for rate in (None, SLOW):
             drift = 1 + repeat
             stock, warmup = (2.0, 1.0) if rate is None else (20.0, 10.0)
-            chosen = f"--edit-sync-interval {8 * (1 + repeat) if rate else 4}"
+            chosen = f"sync_interval {8 * (1 + repeat) if rate else 4}"
             found += [
                 Speed("ideal", rate, repeat, None, 1.0 * drift),
                 Speed("stock", rate, repeat, None, stock * drift),
@@ -57,7 +57,7 @@ def curves() -> list[Curve]:
     """100 steps, of which `edit` has 20 of warm-up and 10 of a final phase."""
     found = [Curve("stock", seed, "", 0, 100, {50: 4.0, 100: 2.0}) for seed in (1, 2)]
     for seed, tau, final in ((1, 4, 3.0), (1, 8, 2.5), (2, 4, 2.2), (2, 16, 2.4)):
-        chosen = f"--edit-sync-interval {tau}"
+        chosen = f"sync_interval {tau}"
         found.append(Curve("edit", seed, chosen, 20, 90, {50: 4.0, 100: final}))
     return found
 
@@ -120,14 +120,18 @@ def test_steps_that_are_alike_are_measured_for_some_seconds() -> None:
     assert enough_steps(dict.fromkeys(range(1, 9), 9000.0), 99) == (2, 5)
 
 
-def test_edit_trains_with_given_settings_instead_of_choosing() -> None:
+def test_edit_repeats_a_record_or_chooses() -> None:
+    """Nothing but the record differs, and no other flag is given."""
     args = gains.parse(OUTPUT)
+    jobs = (kinds.Job("edit", args, 1), kinds.Job("edit", args, 1, "chosen.json"))
+    chooses, repeats = (job.own_words(Path("x"), is_short=True) for job in jobs)
+    assert chooses == ["--use-edit", "--edit-num-replicas", "2", "--edit-log-dir", "x"]
+    assert repeats == [*chooses, "--edit-settings", "chosen.json"]
+    job = kinds.Job("edit", gains.parse([*OUTPUT, "--edit-warmup", "24"]), 1)
+    assert job.own_words(Path("x"), is_short=True) == [*chooses, "--edit-warmup-steps", "24"]
+    assert job.own_words(Path("x"), is_short=False) == chooses
     settings = {"sync_interval": 8, "sync_dtype": "int4", "sync_seconds": 0.8}
-    chosen = kinds.chosen_flags(settings)
-    assert chosen == "--edit-sync-interval 8 --edit-sync-dtype int4"
-    jobs = (kinds.Job("edit", args, 1), kinds.Job("edit", args, 1, chosen))
-    chooses, given = (" ".join(job.own_words(Path("x"), is_short=True)) for job in jobs)
-    assert given == chooses.replace("--edit-auto", chosen) != chooses
+    assert kinds.chosen_words(settings) == "sync_interval 8, sync_dtype int4"
 
 
 def test_other_part_of_the_study_is_read_but_not_run(tmp_path: Path) -> None:
