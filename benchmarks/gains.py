@@ -90,7 +90,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "samples": (8, "of a replica in a step"),
         "seeds": ("1,2,3", "of the trainings for the loss, separated by commas"),
         "rival-repeats": (2, f"repeats of all kinds but {IDEAL} and {EDIT}"),
-        "edit-warmup": (0, f"steps of {EDIT}'s warm-up in speed runs; 0 for those of a training"),
         "local-steps": (128, "least number of measured local steps of a run"),
         "corpus": (str(convergence.CORPUS), "folder; prepared if there is none in it"),
         "torchft": ("", "interpreter with torchft and the torch of this one; adds its kind"),

@@ -82,8 +82,12 @@ def rounds_of(run: Mapping[str, Any], least: int) -> tuple[int, int] | None:
     )
 
 
-def chosen_words(settings: Mapping[str, Any]) -> str:
-    """Return the settings of a choice as a text."""
+def chosen_words(choices: Sequence[Mapping[str, Any]]) -> str:
+    """Return the settings of the last of a run's choices as a text, with the warm-up, which ends
+    with the first; "" without choices."""
+    if not choices:
+        return ""
+    settings = {"warmup_steps": choices[0]["since"]} | choices[-1]["settings"]
     return ", ".join(f"{name} {value}" for name, value in settings.items() if name != TIMED)
 
 
@@ -128,8 +132,6 @@ class Job:
         own = OURS[self.kind].format(warmup=warmup).split()
         common = {"edit-num-replicas": self.args.hosts, "edit-log-dir": events}
         common |= {"edit-settings": self.record} if self.record else {}
-        if self.kind == EDIT and is_short and self.args.edit_warmup:
-            common["edit-warmup-steps"] = self.args.edit_warmup
         return ["--use-edit", *own, *flag_words(common)]
 
     def _training_words(self, host: int, *, is_short: bool) -> list[str]:

@@ -130,7 +130,7 @@ class Bench:
             # The speeds of jobs apart are added.
             local=len(local) / sum(1e3 * (last - first) / ms for ms in local),
             choice=max(0.0, warmup[-1] - median(warmup)) if choices else 0.0,
-            chosen=chosen_words(choices[-1]["settings"]) if choices else "",
+            chosen=chosen_words(choices),
             expected=choices[-1]["share"] if choices else None,
             record=run,
         )
@@ -155,10 +155,7 @@ class Bench:
     def loss(self, kind: str, seed: int, of: Speed | None = None) -> Curve:
         """Train to the end without limited links, with the settings that a speed run chose, if
         one is given."""
-        chosen, record = (of.chosen, dict(of.record)) if of else ("", {})
-        if record and self._args.edit_warmup:  # which is not that of a whole training
-            config = record["config"]
-            record["config"] = {name: config[name] for name in config if name != "warmup_steps"}
+        chosen, record = (of.chosen, of.record) if of else ("", {})
         with self._training(kind, seed, record, is_short=False) as (job, training):
             training.to_end(lambda: None, limit=self._args.time_limit, poll=POLL_SECONDS)
             if kind not in OURS:

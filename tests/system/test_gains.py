@@ -127,11 +127,10 @@ def test_edit_repeats_a_record_or_chooses() -> None:
     chooses, repeats = (job.own_words(Path("x"), is_short=True) for job in jobs)
     assert chooses == ["--use-edit", "--edit-num-replicas", "2", "--edit-log-dir", "x"]
     assert repeats == [*chooses, "--edit-settings", "chosen.json"]
-    job = kinds.Job("edit", gains.parse([*OUTPUT, "--edit-warmup", "24"]), 1)
-    assert job.own_words(Path("x"), is_short=True) == [*chooses, "--edit-warmup-steps", "24"]
-    assert job.own_words(Path("x"), is_short=False) == chooses
-    settings = {"sync_interval": 8, "sync_dtype": "int4", "sync_seconds": 0.8}
-    assert kinds.chosen_words(settings) == "sync_interval 8, sync_dtype int4"
+    choices = [{"since": since, "settings": {"sync_interval": tau, "sync_seconds": 0.8}}
+               for since, tau in ((30, 8), (200, 16))]  # fmt: skip
+    assert kinds.chosen_words(choices) == "warmup_steps 30, sync_interval 16"
+    assert kinds.chosen_words([]) == ""
 
 
 def test_other_part_of_the_study_is_read_but_not_run(tmp_path: Path) -> None:
