@@ -16,7 +16,7 @@ from frame.launch import Hosts, Rank, Training, torchft_ranks
 from frame.readings import Console, RunLog, read_console
 from netlab import Lab
 
-from megatron_edit.tools.compare.console_log import edit_validation
+from megatron_edit.tools.compare.readings import edit_validation
 
 from .kinds import (
     APART,
