@@ -1,7 +1,7 @@
 """Speed of elastic runs over slow links, as a share of training without exchange.
 
     python benchmarks/elastic_links.py --output benchmarks/results/elastic_links.json \\
-        --earlier CHECKOUT --torchft PYTHON --torchft-script FILE
+        --earlier CHECKOUT --torchft PYTHON
 
 Hosts are network namespaces (`netlab`); each is a replica of one rank, on a core of its own, and
 the hub runs on the first. Links are limited once all replicas train. Kinds of training:
@@ -35,7 +35,16 @@ from pathlib import Path
 from typing import Any
 
 from frame.gpt import Link, Model, Window, flag_words, link_name
-from frame.launch import REPOSITORY, Hosts, Rank, RunFailedError, Training, measure_link
+from frame.launch import (
+    REPOSITORY,
+    TORCHFT_FRAGMENTS,
+    Hosts,
+    Rank,
+    RunFailedError,
+    Training,
+    measure_link,
+    torchft_ranks,
+)
 from frame.page import ALL, Column, Spread, table_of
 from frame.readings import Console, read_console, read_json_lines
 from frame.study import Flags, Study, parse_quick, result_settings, split_commas, study_parser
@@ -48,7 +57,6 @@ HUB_PORT = 29700
 ENDLESS, WARMUP_STEPS = 1_000_000, 2
 SKIPPED_ROUNDS = 2  # after the links are limited
 POLL_SECONDS = 0.1
-FRAGMENTS = 4  # of torchft
 QUICK = {"repeats": 1, "rounds": 1, "tau": 8, "delay": 2, "layers": 3, "hidden_size": 64,
          "seq_length": 64}  # fmt: skip
 
@@ -97,15 +105,9 @@ class Bench:
         window = Window.of_rounds(args.tau, args.rounds)
         words = self._model.flags(1, train_iters=window.train_iters + args.tau,
                                   log_interval=window.log_interval)  # fmt: skip
-        rank = Rank(words)
+        ranks = [Rank(words)] * args.hosts
         if kind == TORCHFT:
-            delay = args.tau // FRAGMENTS - 1  # to hide as much as torchft allows
-            words += flag_words({"torchft-sync-every": args.tau, "torchft-fragments": FRAGMENTS,
-                                 "torchft-sync-delay": delay})  # fmt: skip
-            rank = Rank(words, script=Path(args.torchft_script), python=args.torchft)
-        places = ({"REPLICA": f"{host}", "NUM_REPLICAS": f"{args.hosts}",
-                   "FIRST_ADDRESS": self._lab.address(0)} for host in hosts)  # fmt: skip
-        ranks = [replace(rank, environment=place) for place in places]
+            ranks = torchft_ranks(self._lab, [words] * args.hosts, args.torchft, args.tau)
         with self._hosts.training(kind, folder, ranks, apart=True) as run:
             consoles = [Console(run.log(host)) for host in hosts]
 
@@ -228,7 +230,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "seq-length": (512, "of the model; sets the time of a step"),
         "earlier": ("", "worktree of the other commit; adds its kind"),
         "torchft": ("", "interpreter with torchft and the torch of this one; adds its kind"),
-        "torchft-script": ("", "its training: overlap_parts/pretrain_torchft.py of bbe09cc"),
     }  # fmt: skip
     parser = study_parser("elastic_links", __doc__, flags, repeats=3, time_limit=600.0,
                           quick="a small model, one round, one repeat")  # fmt: skip
@@ -236,11 +237,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = [kind for kind in kinds_of(args.delay) if kind != EARLIER]
     if unknown := [kind for kind in split_commas(args.kinds) if kind not in known]:
         parser.error(f"--kinds {unknown[0]}: must be of {', '.join(known)}")
-    if bool(args.torchft) != bool(args.torchft_script):
-        parser.error("--torchft: needs --torchft-script, and the reverse; give both")
-    if args.torchft and (args.tau % FRAGMENTS or args.layers < FRAGMENTS - 1):
-        parser.error(f"--torchft: has {FRAGMENTS} fragments; --tau must be a multiple of that, and "
-                     f"--layers at least {FRAGMENTS - 1}")  # fmt: skip
+    if args.torchft and args.tau % TORCHFT_FRAGMENTS:
+        parser.error(f"--tau {args.tau}: must be a multiple of torchft's {TORCHFT_FRAGMENTS} "
+                     "fragments")  # fmt: skip
     args.kinds = [IDEAL, *split_commas(args.kinds), *([EARLIER] if args.earlier else []),
                   *([TORCHFT] if args.torchft else [])]  # fmt: skip
     return args

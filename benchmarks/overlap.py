@@ -36,7 +36,6 @@ from frame.study import (
 )
 from netlab import Lab, LabError
 from overlap_parts.kinds import (
-    AUTO,
     BLOCKING,
     IDEAL,
     OVERLAP,
@@ -73,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     flags: Flags = {
         "modes": ("overlap,blocking",
-                  f"separated by commas: overlap, blocking, auto, {', '.join(variants(1))}"),
+                  f"separated by commas: overlap, blocking, {', '.join(variants(1))}"),
         "links": ("none,1e9,100e6,20e6", "bits per second"),
         "rounds": (2, "rounds measured in a run"),
         "tau": (40, "sync interval"),
@@ -89,7 +88,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parse_quick(parser, argv, QUICK)
     args.links = parse_links(args.links)
     modes, stock = split_commas(args.modes), split_commas(args.stock)
-    known = [OVERLAP, BLOCKING, AUTO, *variants(args.tau)]
+    known = [OVERLAP, BLOCKING, *variants(args.tau)]
     for name, given, possible in (("modes", modes, known), ("stock", stock, STOCKS)):
         unknown = [kind for kind in given if kind not in possible]
         if unknown:

@@ -3,6 +3,7 @@
 | module | |
 |---|---|
 | gpt | the model that is trained, its flags, the measured iterations, links and their names |
+| pretrain_torchft | a training script: torchft's DiLoCo across replicas of stock Megatron |
 | launch | starts, follows and ends trainings on this machine or in the hosts of a lab |
 | study | command line and runner: repeats, stored runs, `--resume`, the JSON file of results |
 | readings | reads the console and the event files of a training |

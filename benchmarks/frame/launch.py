@@ -33,11 +33,13 @@ from types import ModuleType
 
 from netlab import INTERFACE, Lab
 
-from .gpt import Link
+from .gpt import Link, flag_words
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
+TORCHFT_SCRIPT = BENCHMARKS / "frame" / "pretrain_torchft.py"
+TORCHFT_FRAGMENTS = 4
 DONE = "[after training is done]"
 NUM_TAIL_LINES = 40
 PROBE_SECONDS = 60.0  # for the imports, and the first use of a GPU
@@ -270,6 +272,26 @@ class Hosts:
             self.lab.set_rate(None)
             for process in processes:
                 self.lab.kill(process)
+
+
+def torchft_ranks(
+    lab: Lab, words: Sequence[Sequence[str]], python: str, interval: int
+) -> list[Rank]:
+    """Return the ranks of a streaming DiLoCo of torchft, each a job apart in a host of a lab.
+
+    Args:
+        words: Megatron's flags of each rank.
+        python: interpreter that has torchft.
+        interval: steps of a round.
+    """
+    own = {"torchft-sync-every": interval, "torchft-fragments": TORCHFT_FRAGMENTS,
+           # As many steps as torchft allows, to hide as much as possible.
+           "torchft-sync-delay": interval // TORCHFT_FRAGMENTS - 1}  # fmt: skip
+    places = {"NUM_REPLICAS": f"{len(words)}", "FIRST_ADDRESS": lab.address(0)}
+    return [
+        Rank([*each, *flag_words(own)], places | {"REPLICA": f"{host}"}, TORCHFT_SCRIPT, python)
+        for host, each in enumerate(words)
+    ]
 
 
 def measure_link(lab: Lab, rate: float | None, repeat: int) -> Link:

@@ -178,8 +178,7 @@ class Study[M]:
 
     def once[T](self, key: str, make: Callable[[], T]) -> T:
         """Return the stored result of a key, which is unique in the study, or make and store it."""
-        path = runs_folder(self._output)
-        path = path / f"{configuration_hash(self._identity | {'key': key})}.pickle"
+        path = self._path(key)
         if path.exists():
             kept: T = pickle.loads(path.read_bytes())
             return kept
@@ -187,6 +186,14 @@ class Study[M]:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, pickle.dumps(found))
         return found
+
+    def is_stored(self, key: str) -> bool:
+        """Whether `once` would return the stored result of a key."""
+        return self._path(key).exists()
+
+    def _path(self, key: str) -> Path:
+        name = configuration_hash(self._identity | {"key": key})
+        return runs_folder(self._output) / f"{name}.pickle"
 
     def measure(self, key: str, make: Callable[[], M]) -> M | None:
         """Return the stored or new measurement of a key; record a failed run and return None."""

@@ -6,7 +6,6 @@
 | stock | one stock Megatron job over all hosts, with the overlaps of its distributed optimizer |
 | stock-instances | the same with a distributed optimizer instance on each host |
 | blocking, overlap | EDiT with that `--edit-sync-mode`, one replica per host |
-| auto | EDiT with `--edit-auto`: its interval and all else are measured in a warm-up of int8 |
 | a key of `variants` | another strategy, a delayed sync or a wire dtype, in overlap mode |
 
 All kinds have the same Megatron flags, so that they differ only in their exchange.
@@ -32,10 +31,6 @@ ESTIMATED_STEP_SECONDS = 0.15
 TIMED_STEP_SECONDS = 0.12  # sets A-EDiT's interval: a round lasts tau such steps
 
 BLOCKING, OVERLAP = "blocking", "overlap"
-
-AUTO = "auto"
-AUTO_WARMUP_STEPS, AUTO_LIMITED_FROM = 27, 24  # the limit of the link begins within the warm-up
-AUTO_LONGEST = 64  # tau, for which there are enough steps
 
 
 def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
@@ -104,16 +99,7 @@ class Job:
         """Return the iterations to measure on links of a rate (bits per second; None: no limit)."""
         if self.kind in STOCKS:
             return self._stock_window(rate)
-        if self.kind == AUTO:
-            first = AUTO_LIMITED_FROM + 2 * AUTO_LONGEST
-            last = first + 2 * AUTO_LONGEST * self.rounds
-            return Window(first, last, 8, last + 8)
         return Window.of_rounds(self.tau, self.rounds)
-
-    @property
-    def limited_from(self) -> int:
-        """The iteration from which on the link is limited."""
-        return AUTO_LIMITED_FROM if self.kind == AUTO else 1
 
     def _stock_window(self, rate: float | None) -> Window:
         seconds = ESTIMATED_STEP_SECONDS
@@ -133,11 +119,6 @@ class Job:
             return flags
         if self.kind == STOCK_INSTANCES:
             return [*flags, "--num-distributed-optimizer-instances", str(self.num_hosts)]
-        if self.kind == AUTO:
-            warmup = ("--edit-warmup-dtype", "int8", "--edit-auto")
-            steps = AUTO_WARMUP_STEPS
-            return [*flags, *edit_flags(self.num_hosts, warmup_steps=steps, log_dir=log_dir),
-                    *warmup]  # fmt: skip
         mode = BLOCKING if self.kind == BLOCKING else OVERLAP
         # No warm-up: its steps equal those of stock data parallelism, which is measured separately.
         return [

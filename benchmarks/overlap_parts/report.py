@@ -13,11 +13,11 @@ from typing import Any
 from frame.gpt import Link, link_name
 from frame.page import ALL, Column, Spread, table_of
 
-from .kinds import AUTO, IDEAL, STOCK, STOCK_INSTANCES, STOCKS
+from .kinds import IDEAL, STOCK, STOCK_INSTANCES, STOCKS
 from .runs import Measurement
 
 # *Exposed* and *waiting* are those that EDiT records, by sync; *lost* is the time of a round beyond
-# that of ideal steps; *expected* is what `--edit-auto` expects.
+# that of ideal steps.
 COLUMNS = (
     Column("link", lambda row: link_name(row["rate"])),
     Column("link measured (Mbit/s)", "bandwidth", "{:.1f}", 1e-6),
@@ -25,7 +25,6 @@ COLUMNS = (
     Column("ms / iteration", "step_seconds", "{:.1f}", 1e3),
     Column("tokens/s", "tokens_per_second", "{:.0f}"),
     Column("of ideal", "of_ideal", "{:.3f}", of=ALL),
-    Column("expected", "expected", "{:.3f}"),
     Column("if all hidden", "hidden_limit", "{:.3f}"),
     Column("x stock", "of_stock", "{:.2f}"),
     Column("x stock-instances", "of_instances", "{:.2f}"),
@@ -69,7 +68,7 @@ class Analysis:
     def _row(self, rate: float | None, kind: str) -> dict[str, Any]:
         runs = [m for m in self._runs.values() if (m.kind, m.rate) == (kind, rate)]
         seconds = [sync["seconds"] for m in runs for sync in m.syncs]
-        has_rounds = kind not in (IDEAL, AUTO, *STOCKS)  # of the same length
+        has_rounds = kind not in (IDEAL, *STOCKS)  # of the same length
 
         def spread(of: Callable[[Measurement], float | None]) -> Spread | None:
             return Spread.of([x for m in runs if (x := of(m)) is not None])
@@ -88,7 +87,6 @@ class Analysis:
             "lost": spread(self._lost) if has_rounds else None,
             "step_bytes": spread(_step_bytes),
             "hidden_limit": spread(self._hidden_limit) if kind in STOCKS else None,
-            "expected": spread(lambda m: m.expected),
         }
 
     def _step(self, run: Measurement) -> float:

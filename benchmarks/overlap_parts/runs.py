@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -19,7 +18,7 @@ from frame.launch import Hosts, Rank, Training
 from frame.readings import Console, read_console, read_syncs
 from netlab import Lab
 
-from .kinds import AUTO, Job
+from .kinds import Job
 
 POLL_SECONDS = 0.1
 _FORWARD = re.compile(r"^\s*forward-compute \.*: \(([\d.]+), ", re.MULTILINE)
@@ -39,7 +38,6 @@ class Measurement:
         syncs: in the measured iterations: round, iteration, wire_bytes, seconds.
         load: of the machine, one-minute average before and after.
         exit_codes: of the hosts' processes; not 0 only where training had finished.
-        expected: share of the ideal that the last choice of `--edit-auto` expects.
     """
 
     kind: str
@@ -52,7 +50,6 @@ class Measurement:
     syncs: list[dict[str, Any]]
     load: list[float]
     exit_codes: list[int]
-    expected: float | None = None
 
     @property
     def short(self) -> dict[str, Any]:
@@ -65,7 +62,6 @@ class Measurement:
             "window_bytes": self.window_bytes,
             "num_syncs": len(self.syncs),
             "exit_codes": self.exit_codes,
-            "expected": self.expected,
         }
 
 
@@ -113,7 +109,6 @@ class Bench:
                 syncs=[{name: sync[name] for name in _SYNC_FIELDS} for sync in syncs],
                 load=[load, os.getloadavg()[0]],
                 exit_codes=codes,
-                expected=_expected_share(training.folder) if job.kind == AUTO else None,
             )
 
     def forward_share(self, job: Job) -> float:
@@ -155,7 +150,7 @@ class Bench:
         def poll_console() -> None:
             nonlocal is_limited
             reached = console.read().last_iteration
-            if reached >= job.limited_from and not is_limited:
+            if reached >= 1 and not is_limited:
                 self._lab.set_rate(rate)
                 is_limited = True
             for end in (window.first, window.last):
@@ -174,9 +169,3 @@ class Bench:
 def _lines(log: Path) -> list[tuple[int, float]]:
     """Return iteration and milliseconds of all iteration lines."""
     return list(read_console(log).milliseconds().items())
-
-
-def _expected_share(folder: Path) -> float:
-    """Return the share of the ideal speed that the last choice of `--edit-auto` expects."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    return float(run["choices"][-1]["share"])

@@ -35,8 +35,7 @@ def test_share_is_of_the_ideal_of_the_same_repeat(tmp_path: Path) -> None:
 def test_kinds_that_are_given_are_added(capsys: pytest.CaptureFixture[str]) -> None:
     given = [*OUTPUT, "--kinds", "int8", "--earlier", "folder"]
     assert elastic_links.parse(given).kinds == ["ideal", "int8", "earlier"]
-    wrong = (["--kinds", "int9"], ["--torchft", "python"],
-             ["--torchft", "python", "--torchft-script", "x.py", "--layers", "2"])  # fmt: skip
+    wrong = (["--kinds", "int9"], ["--tau", "6", "--torchft", "python"])
     for words in wrong:
         with pytest.raises(SystemExit) as stop:
             elastic_links.parse([*OUTPUT, *words])

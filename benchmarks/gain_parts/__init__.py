@@ -1,0 +1,1 @@
+"""Parts of benchmarks/gains.py: kinds of training, their runs, analysis and picture."""
