@@ -15,6 +15,7 @@ from megatron_edit.constants import ADAM
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import RESERVED_PREFIXES, attribute, flag, format_value, preset_of
 
+_UNSET = object()  # of a flag that is not given
 OPTIMIZER = "--optimizer"  # a flag of Megatron
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 _ABOUT = (
@@ -61,12 +62,16 @@ def config_from_argv(argv: Sequence[str]) -> EditConfig:
             without `--use-edit` (they would be silently ignored).
     """
     parser = add_arguments(_OneLineParser(add_help=False, allow_abbrev=False))
-    known, rest = parser.parse_known_args(list(argv))
+    fields = dataclasses.fields(EditConfig)
+    unset = argparse.Namespace(**{attribute(spec.name): _UNSET for spec in fields})
+    known, rest = parser.parse_known_args(list(argv), unset)
     for word in rest:
         _refuse_unknown(word.partition("=")[0])
-    values = {s.name: getattr(known, attribute(s.name)) for s in dataclasses.fields(EditConfig)}
+    found = {spec.name: getattr(known, attribute(spec.name)) for spec in fields}
+    given = {name for name, value in found.items() if value is not _UNSET}
+    values = {s.name: found[s.name] if s.name in given else s.default for s in fields}
     inner_optimizer = inner_optimizer_of(rest)
-    config = EditConfig.of_flags(values, inner_optimizer)
+    config = EditConfig.of_flags(values, inner_optimizer, given)
     if not config.use_edit:
         _refuse_unused(config, inner_optimizer)
     return config

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,21 +101,30 @@ class EditConfig(Settings):
         check_not_empty(self)
 
     @classmethod
-    def of_flags(cls, values: Mapping[str, Any], inner_optimizer: str = ADAM) -> EditConfig:
+    def of_flags(
+        cls,
+        values: Mapping[str, Any],
+        inner_optimizer: str = ADAM,
+        given: Container[str] = (),
+    ) -> EditConfig:
         """The settings of a run, from those that are given: where none is given of those that
         `--edit-auto` chooses, it chooses all.
 
         Args:
             values: None, False or the default where not given.
             inner_optimizer: see the class.
+            given: names of settings that are given, also with their defaults; those with other
+                values need not be named.
 
         Raises:
             UsageError: see the class.
         """
         if values["settings"] is not None:
             recorded = recorded_settings(Path(values["settings"]))
+            if values["hub"] is not None:  # which has no gradients to average
+                del recorded["warmup_dtype"]
             unset = {spec.name for spec in dataclasses.fields(cls)
-                     if values[spec.name] == spec.default}  # fmt: skip
+                     if values[spec.name] == spec.default and spec.name not in given}  # fmt: skip
             values = {**values, **{name: recorded[name] for name in unset & recorded.keys()}}
         warmup = values["warmup_steps"]
         chooses = (
@@ -125,8 +134,7 @@ class EditConfig(Settings):
             and all(values[name] is None or values[name] is False for name in _FIXING)
             and (warmup is None or warmup >= AUTO_WARMUP_STEPS)
         )
-        given = {**values, "auto": values["auto"] or chooses}
-        return cls(**given, inner_optimizer=inner_optimizer)
+        return cls(**{**values, "auto": values["auto"] or chooses}, inner_optimizer=inner_optimizer)
 
     def for_training(self, num_iterations: int) -> tuple[EditConfig, str | None]:
         """The settings of a training of this length, and a line for the user or None.
@@ -146,7 +154,7 @@ class EditConfig(Settings):
             return dataclasses.replace(self, warmup_steps=0), None
         if num_iterations == 1:
             raise UsageError(
-                f"--train-iters {num_iterations}",
+                f"{num_iterations} iteration (--train-iters, --train-samples)",
                 "must be at least 2: a step of warm-up, and one of a round",
                 f"train longer, or give {flag('warmup_steps')} 0",
             )
@@ -154,17 +162,29 @@ class EditConfig(Settings):
         is_short = 0 < LONGEST_WARMUP_SHARE * num_iterations < steps
         warmup = max(1, round(WARMUP_SHARE * num_iterations if is_short else steps))
         if not (self.auto and is_short):
-            found = copy.copy(self)  # `replace` would take what is open for given
-            object.__setattr__(found, "warmup_steps", warmup)
-            return found, None
-        interval = min(_SHORT_INTERVAL, num_iterations - warmup)
-        given = {"sync_interval": interval, "sync_dtype": INT8, **outer_preset(interval, INT8)}
+            return self.with_warmup(warmup), None
+        least = max(self.delay_steps + 1, self.fragments, _SHORT_INTERVAL)
+        interval = min(least, num_iterations - warmup)
+        given = {"sync_interval": interval, "sync_dtype": INT8}
         fixed: dict[str, Any] = {n: given.get(n, getattr(self, n)) for n in self.open_settings}
-        found = dataclasses.replace(self, auto=False, warmup_steps=warmup, **fixed)
+        fixed |= dict.fromkeys({*OUTER_SETTINGS} & fixed.keys())  # follow from the others
+        share = Settings.auto_share
+        found = dataclasses.replace(
+            self, auto=False, auto_share=share, warmup_steps=warmup, **fixed
+        )
+        is_timed = STRATEGIES[self.strategy].is_timed
+        length = f"tau_time {found.sync_seconds:g} s" if is_timed else f"tau {found.sync_interval}"
         return found, (
             f"{num_iterations} iterations are too few to measure links and steps in a warm-up of "
-            f"{AUTO_WARMUP_STEPS} steps: fixed settings, W {warmup}, tau {interval}, {INT8}"
+            f"{AUTO_WARMUP_STEPS} steps: fixed settings, W {warmup}, {length}, {found.sync_dtype}"
         )
+
+    def with_warmup(self, steps: int) -> EditConfig:
+        """The settings with a warm-up of so many steps; what is open stays open, other than with
+        `replace`."""
+        found = copy.copy(self)
+        object.__setattr__(found, "warmup_steps", steps)
+        return found
 
     def _open(self, inner_optimizer: str) -> None:
         """Find what is chosen, and set what always comes with it."""
@@ -215,7 +235,7 @@ def recorded_settings(path: Path) -> dict[str, Any]:
             f"must be the run.json of an earlier run ({type(error).__name__}: {error})",
             f"give DIR/run.json, where DIR was the {flag('log_dir')} of that run",
         ) from error
-    names = {spec.name for spec in dataclasses.fields(Settings)} - DEPLOYMENT
+    names = {spec.name for spec in dataclasses.fields(Settings)} - DEPLOYMENT - {"auto_share"}
     return {n: value for n, value in found.items() if n in names} | {"auto": False}
 
 

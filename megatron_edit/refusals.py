@@ -220,6 +220,14 @@ SHORT_WARMUP = Part(
         values["edit_warmup_steps"] is not None and values["edit_warmup_steps"] < AUTO_WARMUP_STEPS
     ),
 )
+WITHOUT_MOMENTS = Part(
+    "edit_average_moments",
+    f"`{flag('average_moments')} {NONE}`",
+    lambda values: (
+        values["edit_average_moments"] == NONE
+        and "average_moments" not in (values["open_settings"] or ())
+    ),
+)
 NOTHING_OPEN = Part("", "all that it chooses", lambda values: not values["open_settings"])
 
 
@@ -261,6 +269,8 @@ _TOP64_OWNERS = [n for n, each in STRATEGIES.items() if each.presets.get("sync_d
 _OWN_SETTINGS = dict.fromkeys(name for each in STRATEGIES.values() for name in each.own_settings)
 
 STRATEGY_ROWS = (
+    Refusal(is_not("edit_preset", NONE), is_not("edit_strategy", *AUTO_STRATEGIES), _NO_EFFECT,
+            _USE_EDIT),
     *(_fixed(name, each.name) for each in STRATEGIES.values() for name in each.fixed_settings),
     Refusal(is_("edit_sync_dtype", TOP64), is_not("edit_strategy", *_TOP64_OWNERS),
             f"is part of --edit-strategy {' and '.join(_TOP64_OWNERS)}",
@@ -300,7 +310,7 @@ LANDING_ROWS = (
 SCHEDULE_ROWS = (
     _without_effect(is_not("edit_warmup_dtype", FP32), NO_AVERAGED_GRADIENTS,
                     "--edit-warmup-steps or --edit-final-sync-fraction > 0"),
-    Refusal(is_not("edit_average_moments_every", 1), is_("edit_average_moments", NONE),
+    Refusal(is_not("edit_average_moments_every", 1), WITHOUT_MOMENTS,
             "no moments are averaged", "add --edit-average-moments both (or second), or drop the "
             "flag"),
     Refusal(is_("edit_interval", QSR), missing("edit_qsr_a"), "the qsr schedule needs a",
@@ -318,8 +328,6 @@ SCHEDULE_ROWS = (
 )  # fmt: skip
 
 AUTO_ROWS = (
-    Refusal(is_not("edit_preset", NONE), is_not("edit_strategy", *AUTO_STRATEGIES), _NO_EFFECT,
-            _USE_EDIT),
     _without_effect(unusual("auto_share"), missing("edit_auto"), flag("auto")),
     *(Refusal(AUTO_ON, part, _TOGETHER + reason, "drop one of the two", joint=", ")
       for part, reason in (

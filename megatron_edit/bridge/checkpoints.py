@@ -50,6 +50,13 @@ class BridgeLoads(LoadControl):
         samples = self._loaded["samples"] * replicas
         return {"iteration": step, "samples": samples, "replica_steps": [step] * replicas}
 
+    @property
+    def warmup_step(self) -> int | None:
+        """See `LoadControl`."""
+        if self._loaded is not None and not self._loaded["engine"].is_warmup:
+            return None
+        return self._step
+
     def read(self, folder: str | None, step: int) -> None:
         """Read this rank's state of EDiT, once Megatron-Bridge has loaded a checkpoint.
 
@@ -168,8 +175,9 @@ def _header(config: EditConfig, place: Placement) -> dict[str, Any]:
         "num_replicas": place.num_replicas,
         "ranks_per_replica": place.ranks_per_replica,
         "replica": place.replica,
-        **training_settings(config),
-    }
+        **{name: value for name, value in training_settings(config).items()
+           if name != "warmup_steps" or not config.has_open_warmup},
+    }  # fmt: skip
 
 
 def _iteration_folder(folder: Path, step: int) -> Path:

@@ -46,8 +46,8 @@ class EngineStatus:
     def was_warmup_step(self) -> bool:
         """Whether gradients were averaged in the last step, of the warm-up or the final phase."""
         state = self._state
-        if self.is_warmup:
-            return self.step != state.last_local_step
+        if self.is_warmup:  # where no round is between the two phases, that is a step of both
+            return self.step != state.last_local_step or state.rounds.count == 0
         return state.rounds.count == 0 and self.step == state.round_start  # the rounds begin
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,7 +104,7 @@ class StepMeter:
 
     def restart(self, last_step: int) -> None:
         """Forget what was measured; measure the steps up to this one."""
-        self.last_step = last_step
+        self.last_step, self._began = last_step, None
         for values in (self.steps, self.forwards, self.averagings):
             values.clear()
 
@@ -259,7 +259,8 @@ class AutoTuner:
             forward=float(forward.min()),
             wait=mean_wait(shortest.tolist()),
             slowest=slowest,
-            averaging=float(averaging.min()),  # without the wait for slower replicas
+            # Of the slowest stage, and without the wait for slower replicas.
+            averaging=float(averaging.unflatten(0, (replicas, -1)).amax(dim=1).min()),
             evenness=statistics.harmonic_mean(of_replicas) / slowest,
         )
 
@@ -271,6 +272,10 @@ class AutoTuner:
         local_steps = self.settings.last_local_step - state.step
         if local_steps >= LEAST_ROUNDS * before.settings.sync_interval:
             setting, measured = self._measure(before.measured)
+            slower = before.measured.rate / measured.rate
+            # Where an older version has not measured it, a final phase counts as too expensive.
+            averaging = slower * before.measured.averaging or 100 * measured.step
+            measured = replace(measured, averaging=averaging)
             measured = calibrated(setting, measured, before.settings, observed)
             choice = choose(setting, measured, state.step, local_steps)
         is_same = choice.settings == before.settings
@@ -443,10 +448,8 @@ def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
         torch.linspace(-1, end, numel, device=device) for end in (1.0, 2.0, 3.0)
     )
     residual = wire.new_residual(numel, size, device) if wire.has_residual else None
-    found: list[float] = []
-    for _ in range(3):
-        _synchronize(groups)
-        began = time.monotonic()
+
+    def sync() -> None:
         snapshot = values.clone()
         addend = torch.sub(anchor, values)
         sum_of_squares(addend)
@@ -459,23 +462,37 @@ def _work_per_element(name: str, numel: int, groups: EngineGroups) -> float:
         Nesterov(USUAL_LR, USUAL_MOMENTUM).step_(anchor, momentum, addend, clip=1.0, inner_lr=0.0)
         values.copy_(_LANDING.merge_(values.clone(), anchor, snapshot))
         tensor_digest([anchor, momentum])
-        _synchronize(groups)
-        found.append(time.monotonic() - began)
-    return statistics.median(found) / numel
+
+    return _seconds_of_work(sync, groups) / numel
 
 
 def _moment_work(numel: int, groups: EngineGroups) -> float:
     """Seconds per element of encoding and decoding both moments."""
-    values = torch.linspace(0, 1, numel, device=groups.sync.device)
-    _synchronize(groups)
-    began = time.monotonic()
-    for kind in (rule := MomentRule.of(MOMENTS_BOTH)).kinds:
-        if (codec := rule.codec_of(kind)) is not None:
+    values, rule = (
+        torch.linspace(0, 1, numel, device=groups.sync.device),
+        MomentRule.of(MOMENTS_BOTH),
+    )
+    codecs = [codec for kind in rule.kinds if (codec := rule.codec_of(kind)) is not None]
+
+    def average() -> None:
+        for codec in codecs:
             data = codec.encode(values.clone())
             codec.decode_sum(data.unsqueeze(0), values.clone())
             codec.decode(data, values.clone())
-    _synchronize(groups)
-    return (time.monotonic() - began) / numel
+
+    return _seconds_of_work(average, groups) / numel
+
+
+def _seconds_of_work(work: Callable[[], None], groups: EngineGroups) -> float:
+    """Seconds of local work, the median of three times."""
+    found: list[float] = []
+    for _ in range(3):
+        _synchronize(groups)
+        began = time.monotonic()
+        work()
+        _synchronize(groups)
+        found.append(time.monotonic() - began)
+    return statistics.median(found)
 
 
 def _gather_all(groups: EngineGroups, mine: Sequence[float]) -> Tensor:

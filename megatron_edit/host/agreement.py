@@ -29,6 +29,7 @@ _PER_REPLICA_SETTINGS = (
     "telemetry",
     "metrics_port",
     "mlflow_experiment",
+    "settings",
 )
 # Megatron's arguments that may differ between hosts, or concern outputs: by words of their names,
 # or by the complete name. (`--q-lora-rank` is neither.)

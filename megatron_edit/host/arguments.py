@@ -228,7 +228,7 @@ def data_parallel_size(args: Namespace, placement: Placement) -> int:
 def training_length(args: Namespace, placement: Placement) -> int:
     """Return the iterations of the complete training, before Megatron completes its arguments; 0
     where none are given."""
-    if args.train_iters or args.global_batch_size is not None:
+    if args.train_iters or args.global_batch_size is not None or has_changing_batch(args):
         return num_iterations(args)
     ranks = placement.num_replicas * data_parallel_size(args, placement)
     return (args.train_samples or 0) // ((args.micro_batch_size or 1) * ranks)

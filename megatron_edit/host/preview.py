@@ -28,10 +28,10 @@ from megatron_edit.host.checkpoint.choosing import (
 )
 from megatron_edit.host.checkpoint.loading import (
     as_chosen,
+    as_saved,
     checked_plan,
     dropped_state,
     resuming_run,
-    with_warmup_of,
 )
 from megatron_edit.host.checkpoint.refusals import (
     check_pending,
@@ -113,7 +113,7 @@ def _check_resume(
 ) -> None:
     """Check that this run's settings are compatible with the saved rounds."""
     iterations = num_iterations(args)
-    config = as_chosen(with_warmup_of(config, manifest), manifest)
+    config = as_chosen(as_saved(config, manifest), manifest)
     last = last_local(iterations, config.averaged_fraction)
     run = resuming_run(config, config.nominal_replicas or config.num_replicas or 1, args, last)
     plan = checked_plan(path, manifest, run, config.warmup_steps)

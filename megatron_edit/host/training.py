@@ -38,6 +38,7 @@ from megatron_edit.engine import (
     EngineGroups,
     EngineSettings,
 )
+from megatron_edit.engine.tuning import MEASURED_STEPS
 from megatron_edit.errors import INTERRUPTED, SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader, full_loader, split_of
@@ -309,6 +310,7 @@ class TrainingLoop:
         from megatron.training import get_args, get_timers
 
         args = get_args()
+        self._make_room_to_measure()
         # From here on the world size is used only in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
         mode = resolve_sync_mode(self._config, args)
@@ -383,6 +385,18 @@ class TrainingLoop:
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
         )
+
+    def _make_room_to_measure(self) -> None:
+        """Let a warm-up that begins shortly before its end, or after it, go on for as many steps as
+        are measured, where settings are chosen."""
+        config, step = self._config, self._loads.warmup_step
+        if step is None or not config.auto or config.hub is not None:
+            return
+        least = step + MEASURED_STEPS + 1
+        if least > config.warmup_steps:
+            self.use_settings(config.with_warmup(least))
+            if self._world.placement.global_rank == 0:
+                say(f"warm-up until step {least}: links and steps are measured in it")
 
     def _make_groups(self, *, overlap: bool) -> tuple[EngineGroups, ElasticParts | None]:
         """Return the engine's groups, and the parts of an elastic run if this is one."""

@@ -177,7 +177,7 @@ class AutoChoice:
             parts.append(f"with Adam's moments at {f'1 of {every} syncs' if every > 1 else 'each'}")
         parts.append(f"outer learning rate {chosen.outer_lr:g}, momentum {chosen.outer_momentum:g}")
         if chosen.final_sync_fraction:
-            parts.append(f"the last {chosen.final_sync_fraction:.0%} of training synchronous")
+            parts.append(f"the last {chosen.final_sync_fraction:.2g} of training synchronous")
         expected = (
             f"expected: {self.share:.3f} of the speed without exchange, and a loss {self.loss:+.1%}"
             " over stock Megatron's (as for small models)"
@@ -287,8 +287,7 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
 def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
     """The settings with a choice, as if it had been given without `--edit-auto`."""
     chosen: dict[str, Any] = {n: getattr(choice.settings, n) for n in given.open_settings}
-    if given.has_open_warmup and given.hub is None:
-        chosen["warmup_steps"] = min(given.warmup_steps, choice.since)
+    chosen["warmup_steps"] = min(given.warmup_steps, choice.since)  # it may have ended early
     return replace(given, auto=False, auto_share=Settings.auto_share, **chosen)
 
 
@@ -297,10 +296,10 @@ def predict(
 ) -> AutoChoice:
     """The expected speed and loss of some settings."""
     every = settings.average_moments_every
-    cost, plain = (
-        _cost(setting, measured, settings, moments) for moments in (settings.average_moments, NONE)
-    )
-    cost = replace(cost, exposed=(cost.exposed + (every - 1) * plain.exposed) / every)
+    cost = _cost(setting, measured, settings, settings.average_moments)
+    if every > 1:
+        plain = _cost(setting, measured, settings, NONE)
+        cost = replace(cost, exposed=(cost.exposed + (every - 1) * plain.exposed) / every)
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
     # A round has F meetings, each after tau / F steps.
@@ -409,13 +408,13 @@ def _candidates(
     final = given.final_sync_fraction
     if "final_sync_fraction" in given.open_settings:
         cost = measured.averaging / measured.step
-        final = next(each for each in FINAL_FRACTIONS if each * cost <= FINAL_COST)
-    moments = [
-        (kinds, every)
-        for kinds, every in MOMENTS
-        if "average_moments" in given.open_settings or kinds == given.average_moments
-        if "average_moments_every" in given.open_settings or every == given.average_moments_every
-    ] or [(given.average_moments, given.average_moments_every)]
+        final = next((each for each in FINAL_FRACTIONS if each * cost <= FINAL_COST), 0.0)
+    local_steps -= math.ceil(final * local_steps)
+    moments: Sequence[tuple[str, int]] = MOMENTS
+    if "average_moments_every" not in given.open_settings:
+        moments = [(kinds, given.average_moments_every) for kinds in (MOMENTS_BOTH, NONE)]
+    if "average_moments" not in given.open_settings:
+        moments = [(given.average_moments, every) for every in dict.fromkeys(k for _, k in moments)]
 
     def values[T](name: str, tried: Iterable[T]) -> list[T]:
         return list(tried) if name in given.open_settings else [getattr(given, name)]

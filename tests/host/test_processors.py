@@ -36,6 +36,7 @@ from megatron_edit.method.outer import Nesterov, SlowMomentum, StaleMomentum
 from megatron_edit.method.settings import Settings
 
 settings = Settings(warmup_steps=0, sync_interval=4, fragments=1, delay_steps=0, mix=0.0,
+                    average_moments="none", average_moments_every=1,
                     qsr_a=0.1, anomaly_warmup_syncs=3, step_weight=0.5, no_loss_check=True)
 rules = EngineSettings(settings, False, 0, 0)
 state, numbers = RoundState.fresh(5, 9, None), torch.Generator().manual_seed(1)

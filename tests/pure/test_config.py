@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -268,7 +269,9 @@ def test_warmup_follows_the_length_of_the_training() -> None:
         assert not config.auto and config.sync_dtype == "int8" and config.outer_momentum == 0.6
         assert line is not None and f"{iterations} iterations are too few" in line
         assert warmup + tau <= iterations
-    with pytest.raises(UsageError, match="--train-iters 1: must be at least 2"):
+    with pytest.raises(
+        UsageError, match=r"1 iteration \(--train-iters, --train-samples\): must be at least 2"
+    ):
         alone.for_training(1)
     fixed = config_from_argv(["--use-edit", "--edit-sync-interval", "4"])
     assert fixed.for_training(20)[0].warmup_steps == round(WARMUP_SHARE * 20)
@@ -285,15 +288,17 @@ def test_recorded_settings_are_repeated(tmp_path: Path) -> None:
     first, _ = config_from_argv(["--use-edit", "--edit-clip", "5", "--edit-num-replicas", "4",
                                  "--edit-log-dir", "x"]).for_training(1000)  # fmt: skip
     chosen = dataclasses.asdict(SyncSettings(32, "int4", 3, 2, 0.9, 0.5, 7.0, "both", 4, 0.02))
-    record = {"config": dataclasses.asdict(first), "choices": [{"settings": {}}]}
-    record["choices"] = [{"settings": chosen | {"sync_interval": 8}}, {"settings": chosen}]
+    record: dict[str, Any] = {"config": dataclasses.asdict(first)}
+    record["choices"] = [{"settings": chosen | {"sync_interval": 8}, "since": 60},
+                         {"settings": chosen, "since": 500}]  # fmt: skip
     path = tmp_path / "run.json"
     path.write_text(json.dumps(record))
     words = ["--use-edit", "--edit-num-replicas", "2", "--edit-settings", str(path)]
     again = config_from_argv(words)
     for name, value in chosen.items():
         assert getattr(again, name) == (600.0 if name == "sync_seconds" else value)
-    assert again.warmup_steps == first.warmup_steps and again.warmup_dtype == "int8"
+    assert (first.warmup_steps, again.warmup_steps) == (100, 60)  # it ended early
+    assert again.warmup_dtype == "int8"
     assert again.scale_beta2 and again.clip == 5 and not again.auto
     assert again.num_replicas == 2 and again.log_dir is None
     assert config_from_argv([*words, "--edit-sync-interval", "64"]).sync_interval == 64

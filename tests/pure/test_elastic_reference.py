@@ -148,7 +148,8 @@ class PlannedRounds:
         settings = Settings(
             strategy=tape.strategy, hub="host:1", nominal_replicas=len(tape.founders),
             warmup_steps=tape.warmup_steps, sync_interval=tape.tau, fragments=1,
-            delay_steps=0, mix=0.0, min_round_steps=0, step_weight=tape.rho,
+            delay_steps=0, mix=0.0, min_round_steps=0, average_moments="none",
+            average_moments_every=1, final_sync_fraction=0.0, step_weight=tape.rho,
             anomaly_threshold=PENALTY.threshold, anomaly_alpha=PENALTY.alpha,
             anomaly_warmup_syncs=PENALTY.warmup_syncs, anomaly_patience=PENALTY.patience,
         )  # fmt: skip

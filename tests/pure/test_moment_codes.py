@@ -45,9 +45,12 @@ def test_moment_schedule_selects_every_kth_sync() -> None:
     ]
     chosen = [sync for sync in range(1, 13) if every.rule_of(sync, 2) == CODED]
     assert chosen == [5, 6, 11, 12]
-    second = MomentSchedule.of(Settings(average_moments="second"))
+    second = MomentSchedule.of(Settings(average_moments="second", average_moments_every=1))
     assert second.rule_of(1, 1).kinds == (SECOND_MOMENT,)
-    assert MomentSchedule.of(Settings()).rule_of(1, 1) == NO_MOMENTS
+    assert (
+        MomentSchedule.of(Settings(average_moments="none", average_moments_every=1)).rule_of(1, 1)
+        == NO_MOMENTS
+    )
 
 
 def test_local_beta2_to_the_nth_power_is_beta2() -> None:

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import ValidationError
@@ -22,7 +23,7 @@ from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
 from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import DEPLOYMENT, EditConfig
-from megatron_edit.constants import ALL, RESET
+from megatron_edit.constants import ALL, FP32, RESET
 from megatron_edit.engine import (
     EditEngine,
     EngineState,
@@ -61,6 +62,7 @@ from megatron_edit.host.seams.patching import Call
 from megatron_edit.method.auto import AutoChoice, auto_settings, with_choice
 from megatron_edit.method.ledger import IN_ORDER, share_of
 from megatron_edit.method.loss_check import LossHistory
+from megatron_edit.method.settings import Settings
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say
 
@@ -116,6 +118,15 @@ class LoadControl:
         self._choice: Choice | None = None
         self._resume: _Resume | None = None
         self._step = 0  # first step of a run without a manifest
+
+    @property
+    def warmup_step(self) -> int | None:
+        """The step after which a warm-up begins or goes on; None in the rounds."""
+        if self._resume is None:
+            return self._step
+        manifest = self._resume.manifest
+        is_warmup = manifest.is_warmup and not manifest.is_final_phase
+        return self._resume.plan.entries[0].step if is_warmup else None
 
     def load(self, call: Call[Loaded]) -> Loaded:
         """Choose and load a checkpoint; return its iteration and floating-point operations."""
@@ -225,7 +236,7 @@ class LoadControl:
         if choice is None or parameters_only(args) or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
-        self.config = with_warmup_of(self.config, choice.manifest)
+        self.config = as_saved(self.config, choice.manifest)
         config = as_chosen(self.config, choice.manifest)
         iterations = last_local_iteration(args, config.averaged_fraction)
         run = resuming_run(config, replicas, args, iterations)
@@ -436,20 +447,32 @@ def resuming_run(
     )
 
 
-def with_warmup_of(config: EditConfig, manifest: Manifest) -> EditConfig:
-    """The settings with the warm-up of a checkpoint from the rounds, where W was not given: the
-    training may be longer now."""
-    before = manifest.settings.get("warmup_steps")
-    if manifest.is_warmup or config.auto or not config.has_open_warmup or before is None:
+def as_saved(config: EditConfig, manifest: Manifest) -> EditConfig:
+    """The settings with what a checkpoint from the rounds determines: the warm-up, where W was not
+    given and the training may be longer now; and what this run would choose, where the saved one
+    has chosen nothing. With a hub a replica that joins sees no checkpoint."""
+    if manifest.is_warmup or manifest.choice is not None or config.hub is not None:
         return config
-    return replace(config, warmup_steps=min(config.warmup_steps, before))
+    names = ["warmup_steps"] if config.has_open_warmup else []
+    if config.auto:
+        names += [*config.open_settings, "scale_beta2", "warmup_dtype"]
+    usual = {"scale_beta2": False, "warmup_dtype": FP32}
+    values: dict[str, Any] = {
+        name: manifest.settings.get(name, usual.get(name, getattr(config, name))) for name in names
+    }
+    if "warmup_steps" in values:
+        values["warmup_steps"] = min(values["warmup_steps"], config.warmup_steps)
+    return replace(config, auto=False, auto_share=Settings.auto_share, **values)
 
 
 def as_chosen(config: EditConfig, manifest: Manifest) -> EditConfig:
     """The settings with the choice of a checkpoint, if it has one."""
     if manifest.choice is None or not config.auto:
         return config
-    return with_choice(config, AutoChoice.from_json(manifest.choice))
+    try:
+        return with_choice(config, AutoChoice.from_json(manifest.choice))
+    except (KeyError, TypeError) as error:
+        raise UsageError("--load", f"its choice of settings is broken: {error}", REMEDY) from error
 
 
 def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:

@@ -20,7 +20,7 @@ from megatron_edit.tools.compare.flags import canonical, check_reductions, int_f
 
 # Of configurations and results; another number invalidates all stored results. A configuration
 # holds the given flags only, so a changed default needs another number, too.
-FORMAT = 4
+FORMAT = 5
 HASH_DIGITS = 16  # 64 bits: collisions within a study are practically impossible
 EVENTS = "events"
 _OWN = "is set run by run"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_edit.comm.wire import unit_bytes
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import INT8, MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
+from megatron_edit.constants import INT8, MIN_TIMEOUT_SECONDS, MOMENTS_BOTH, TIMEOUT_ROUNDS
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.method.auto import (
@@ -239,7 +239,7 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
         forward=setting.forward_seconds(job),
         rate=1 / max(seconds_per_byte, setting.machine.per_wire_byte),
         latency=setting.link.latency,
-        work=dict.fromkeys(WIRE_LOSS, sum(map(work_of, numels)) / sum(numels)),
+        work=dict.fromkeys((*WIRE_LOSS, MOMENTS_BOTH), sum(map(work_of, numels)) / sum(numels)),
         averaging=synchronous_cost(job, config, setting).exposed,
     )
     warmup, local_steps = config.warmup_steps, LEAST_ROUNDS * INTERVALS[-1]
