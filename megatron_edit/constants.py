@@ -29,6 +29,7 @@ CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 
 # warm-ups of so many steps or more, which may be at most the other share of a short training.
 WARMUP_SHARE = 0.1
 AUTO_WARMUP_STEPS = 20
+MEASURED_STEPS = 10  # at the end of the warm-up
 LONGEST_WARMUP_SHARE = 0.25
 
 # With `--edit-timeout-seconds auto` a replica counts as lost after the larger of these seconds and

@@ -27,7 +27,7 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire, unit_bytes
-from megatron_edit.constants import AUTO_WARMUP_STEPS, FP32_BYTES, MOMENTS_BOTH
+from megatron_edit.constants import AUTO_WARMUP_STEPS, FP32_BYTES, MEASURED_STEPS, MOMENTS_BOTH
 from megatron_edit.engine.host import EngineGroups, Reporter
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import RunState
@@ -49,7 +49,6 @@ from megatron_edit.method.norms import sum_of_squares
 from megatron_edit.method.outer import Nesterov
 from megatron_edit.method.strategy import USUAL_LR, USUAL_MOMENTUM
 
-MEASURED_STEPS = 10  # at the end of the warm-up
 # Least duration, without the latency, of the transfer that gives the rate.
 _PROBE_SECONDS, _PROBE_LATENCIES = 0.3, 4
 _FIRST_PROBE = 1 << 14  # elements

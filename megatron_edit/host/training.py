@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, phase_warning
-from megatron_edit.constants import OVERLAP
+from megatron_edit.constants import MEASURED_STEPS, OVERLAP
 from megatron_edit.engine import (
     TIED_EMBEDDING,
     EditEngine,
@@ -38,7 +38,6 @@ from megatron_edit.engine import (
     EngineGroups,
     EngineSettings,
 )
-from megatron_edit.engine.tuning import MEASURED_STEPS
 from megatron_edit.errors import INTERRUPTED, SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader, full_loader, split_of

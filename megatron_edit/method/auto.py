@@ -20,6 +20,7 @@ from megatron_edit.constants import (
     INT2,
     INT4,
     INT8,
+    MAX_TIMEOUT_SECONDS,
     MOMENTS_BOTH,
     NONE,
     SIGN,
@@ -62,8 +63,6 @@ class SyncSettings:
         sync_interval: tau; where the clock ends rounds, the expected steps of a round, on average
             over the replicas.
         sync_seconds: tau_time; where steps end rounds, the expected seconds of a round.
-
-    The defaults of the others are those of choices by older versions.
     """
 
     sync_interval: int
@@ -73,9 +72,9 @@ class SyncSettings:
     outer_lr: float
     outer_momentum: float
     sync_seconds: float
-    average_moments: str = NONE
-    average_moments_every: int = 1
-    final_sync_fraction: float = 0.0
+    average_moments: str
+    average_moments_every: int
+    final_sync_fraction: float
 
     @property
     def words(self) -> str:
@@ -88,6 +87,10 @@ class SyncSettings:
         return ", ".join(found)
 
 
+# Older versions did not choose them.
+_NOT_CHOSEN_BEFORE = {
+    "average_moments": NONE, "average_moments_every": 1, "final_sync_fraction": 0.0,
+}  # fmt: skip
 AUTO_SETTINGS = tuple(each.name for each in fields(SyncSettings))
 
 
@@ -214,7 +217,7 @@ class AutoChoice:
         measured = Measurement(**record["measured"])
         if measured.rate is None:
             measured = replace(measured, rate=math.inf)
-        values: dict[str, Any] = record["settings"]
+        values: dict[str, Any] = _NOT_CHOSEN_BEFORE | record["settings"]
         if "sync_seconds" not in values:  # of an older version
             values = {**values, "sync_seconds": values["sync_interval"] * measured.step}
         settings = SyncSettings(**values)
@@ -453,7 +456,8 @@ def _rounds(
     if not setting.is_timed and "sync_interval" not in is_open:
         intervals = [given.sync_interval]
     # Four digits: people copy the number into a command line.
-    return [(each, float(f"{each * measured.step:.4g}")) for each in intervals]
+    seconds = [min(each * measured.step, MAX_TIMEOUT_SECONDS) for each in intervals]
+    return [(each, float(f"{long:.4g}")) for each, long in zip(intervals, seconds, strict=True)]
 
 
 def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[float, float]:

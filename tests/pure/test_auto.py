@@ -18,9 +18,9 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.wire import Wire
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import FP32, INT8, SIGN
+from megatron_edit.constants import FP32, INT8, MEASURED_STEPS, SIGN
 from megatron_edit.engine import EngineSettings, tuning
-from megatron_edit.engine.tuning import MEASURED_STEPS, AutoTuner
+from megatron_edit.engine.tuning import AutoTuner
 from megatron_edit.method import auto
 from megatron_edit.method.auto import (
     INTERVALS,
@@ -41,7 +41,7 @@ from megatron_edit.method.schedule import LaterSchedule
 from megatron_edit.method.strategy import outer_preset
 
 BYTES = {FP32: 8.0, INT8: 2.0, SIGN: 0.25}  # of an element
-USUAL = SyncSettings(128, FP32, 1, 0, 0.8, 0.85, 128.0)
+USUAL = SyncSettings(128, FP32, 1, 0, 0.8, 0.85, 128.0, "none", 1, 0.0)
 LONG = 10_000  # local steps
 OPEN = object()  # a setting that is chosen
 MOMENTS: dict[str, Any] = {"average_moments": OPEN, "average_moments_every": OPEN}
@@ -92,7 +92,7 @@ def test_fast_link_gets_least_loss() -> None:
     speeds the first: fp32, one fragment."""
     found = chosen(math.inf)
     lr, momentum = outer_preset(8, FP32).values()
-    assert found.settings == SyncSettings(8, FP32, 1, 0, lr, momentum, 8.0)
+    assert found.settings == SyncSettings(8, FP32, 1, 0, lr, momentum, 8.0, "none", 1, 0.0)
     assert (found.share, found.exposed, found.since) == (1.0, 0.0, 50)
     assert found.loss == pytest.approx(0.01)
 
@@ -106,7 +106,7 @@ def test_slow_link_gets_least_loss_that_reaches_target() -> None:
     found = chosen(100)
     lr, momentum = outer_preset(8, INT8).values()
     momentum = min(momentum, auto.DELAYED_MOMENTUM)
-    assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum, 8.0)
+    assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum, 8.0, "none", 1, 0.0)
     assert found.share == 1.0 and found.loss == pytest.approx(0.021)
 
 
@@ -169,7 +169,7 @@ def test_given_settings_restrict_choice() -> None:
     """Without a delay sign at tau 16 costs 0.04, and int8 needs tau 128 (0.051)."""
     found = chosen(100, delay_steps=0)
     lr, momentum = outer_preset(16, SIGN).values()
-    assert found.settings == SyncSettings(16, SIGN, 1, 0, lr, momentum, 16.0)
+    assert found.settings == SyncSettings(16, SIGN, 1, 0, lr, momentum, 16.0, "none", 1, 0.0)
     assert found.share == pytest.approx(16 / 16.25) and found.exposed == pytest.approx(0.25)
     assert found.loss == pytest.approx(0.04)
     assert chosen(100, delay_steps=0, sync_dtype=INT8).settings.sync_interval == 128
@@ -289,7 +289,9 @@ def test_seconds_follow_from_steps_of_median_replica() -> None:
     exchange of 2 s in int8 needs two steps of delay, and rounds of 8 steps last 12 s."""
     at = dataclasses.replace(measured(100), step=1.5, slowest=2.0)
     found = choose(timed(), at, 50, LONG)
-    assert found.is_timed and found.settings == SyncSettings(8, INT8, 1, 2, 0.9, 0.6, 12.0)
+    assert found.is_timed and found.settings == SyncSettings(
+        8, INT8, 1, 2, 0.9, 0.6, 12.0, "none", 1, 0.0
+    )
     assert found.loss == pytest.approx(0.021)  # that of edit with 8 steps
     used = with_choice(timed().given, found)
     assert (used.sync_seconds, used.sync_interval, used.delay_steps) == (12.0, 128, 2)
@@ -480,7 +482,7 @@ def test_engine_settings_follow_choice() -> None:
     usual = EngineSettings(config, True, 1000, 5000)
     assert usual.used is config and usual.wire == Wire.of(FP32)
     assert config.open_settings == tuple(n for n in auto_settings("edit") if n != "outer_lr")
-    chosen_settings = SyncSettings(32, INT8, 4, 2, 0.5, 0.7, 32.0)
+    chosen_settings = SyncSettings(32, INT8, 4, 2, 0.5, 0.7, 32.0, "none", 1, 0.0)
     choice = AutoChoice(chosen_settings, 0.98, 0.1, 0.02, 1500, measured(100))
     found = dataclasses.replace(usual, choice=choice)
     assert found.schedule == LaterSchedule(1000, 32, 4, 1500)

@@ -117,7 +117,7 @@ def test_only_replica_0_writes_run_json(tmp_path: Path) -> None:
 
 def choice_of(interval: int, dtype: str = "int8", delay: int = 2) -> AutoChoice:
     """A choice of `--edit-auto`."""
-    settings = SyncSettings(interval, dtype, 4, delay, 0.8, 0.7, float(interval))
+    settings = SyncSettings(interval, dtype, 4, delay, 0.8, 0.7, float(interval), "none", 1, 0.0)
     return AutoChoice(settings, 0.98, 0.01, 0.03, 20, Measurement(1.0, 0.1, 1e6, 1e-3, {dtype: 0}))
 
 

@@ -159,6 +159,7 @@ def defaults_of_settings(sources: list[Source]) -> list[str]:
     fields = next(source for source in sources if source.name == "method/settings.py")
     settings = {name for owner, _, name in fields_of(fields.tree) if owner == "Settings"}
     assert settings
+    settings -= {"settings"}  # elsewhere a name for all of them
     complaints = []
     for source in sources:
         if source.part not in ("method", "comm", "engine", "checkpoint") or source is fields:

@@ -57,7 +57,9 @@ PARTS = (
     "--edit-average-moments both", "--edit-average-moments-every 2", "--edit-scale-beta2",
     "--edit-co2-gap 2", "--edit-co2-clip 1", "--optimizer sgd",
     "--edit-sync-interval 64 --edit-sync-dtype int8 --edit-fragments 1 --edit-delay-steps 0 "
-    "--edit-outer-lr 0.8 --edit-outer-momentum 0.85",
+    "--edit-outer-lr 0.8 --edit-outer-momentum 0.85 --edit-average-moments none "
+    "--edit-average-moments-every 1 --edit-final-sync-fraction 0",
+    "--edit-preset paper", "--edit-settings run.json",
 )  # fmt: skip
 PLACE = Placement(2, 0, 2, 0, True)
 SIZES = {"save": "saves", "wandb_project": None, "bf16": True, "overlap_param_gather": False}

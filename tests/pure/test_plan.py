@@ -43,8 +43,10 @@ SIZES = ("llama_350m", "llama_1b", "llama_3b", "llama_7b")
 def job_of(
     name: str = "llama_350m", replicas: int = 8, *more: str, world: int | None = None
 ) -> Job:
-    """The job of a file of flags in configs/, with `more` flags."""
-    argv = [*read_flags(CONFIGS / f"{name}.args"), *more]
+    """The job of a file of flags in configs/, with `more` flags; nothing is chosen without
+    `--edit-auto`."""
+    fixed = [] if {"--edit-auto", "--edit-strategy"} & {*more} else ["--edit-preset", "paper"]
+    argv = [*read_flags(CONFIGS / f"{name}.args"), *more, *fixed]
     return read_job(argv, num_replicas=replicas, world_size=world, ranks_per_host=None)
 
 

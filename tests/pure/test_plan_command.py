@@ -60,10 +60,12 @@ def test_plan_command_prints_the_same_as_text_and_json(capsys: pytest.CaptureFix
     assert data["parameters"] == 367_969_280 and data["replicas"] == 8
     share = data["strategies"]["edit"]["share_of_ideal"]
     assert f"{share:.1%}" in text and "diloco" in text
-    assert all(len(line) < 140 for line in text.splitlines())
+    sentences = ("chosen", "expected", "predicted")  # long lines of the console
+    assert all(len(line) < 140 or line.startswith(sentences) for line in text.splitlines())
 
 
 AUTO = [*GOOD, "--use-edit", "--edit-auto"]
+FIXED = [*GOOD, "--use-edit", "--edit-preset", "paper"]
 
 
 def test_plan_predicts_choice_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,9 +80,9 @@ def test_plan_predicts_choice_of_settings(capsys: pytest.CaptureFixture[str]) ->
     assert rows["edit"]["steps_between_exchanges"] == choice.settings.sync_interval
     assert rows["edit"]["share_of_ideal"] == pytest.approx(choice.share, abs=0.01)
     assert choice.share >= 0.97
-    assert choice.since == 1000 and choice.measured.step == 2.0
+    assert choice.since == 2400 and choice.measured.step == 2.0
     assert choice.measured.rate == pytest.approx(1e10 / 8 / 8)  # eight ranks share a host's link
-    assert main(["plan", *GOOD, "--json"]) == 0
+    assert main(["plan", *FIXED, "--json"]) == 0
     usual = json.loads(capsys.readouterr().out)["strategies"]
     assert {name: row for name, row in rows.items() if name != "edit"} == {
         name: row for name, row in usual.items() if name != "edit"
@@ -92,7 +94,7 @@ def test_advice_leaves_chosen_settings_alone(capsys: pytest.CaptureFixture[str])
     """Would catch a suggestion against the choice."""
     line = [*AUTO, "--link", "20Mbit", "--strategies", "edit"]
     found = []
-    for words in (line, [word for word in line if word != "--edit-auto"]):
+    for words in (line, [*FIXED, "--link", "20Mbit", "--strategies", "edit"]):
         assert main(["plan", *words]) == 0
         lines = capsys.readouterr().out.splitlines()
         found.append([text.split(":")[0] for text in lines if text.startswith("- ")])

@@ -28,6 +28,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.cost import Cost, UnitExchange, gaps_of_round, round_cost
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.moments import MomentSchedule
+from megatron_edit.method.settings import Settings
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.flags import SHARDED_FLAG
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout, baseline_bytes
@@ -298,7 +299,10 @@ def _settings_of_one_step(job: Job, config: EditConfig) -> EditConfig | None:
     hub, and with `ddp`, which a plan compares others with."""
     if not job.is_elastic or STRATEGIES[config.strategy].endless_warmup:
         return None
-    return replace(config, fragments=1, delay_steps=0, mix=0.0, average_moments="none")
+    return replace(
+        config, auto=False, auto_share=Settings.auto_share, fragments=1, delay_steps=0, mix=0.0,
+        average_moments="none", average_moments_every=1,
+    )  # fmt: skip
 
 
 def stock_cost(job: Job, setting: TimingSetting) -> Cost:

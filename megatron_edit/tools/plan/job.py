@@ -410,7 +410,7 @@ class Job:
             words.append(flag("use_edit"))
         if chooses:
             chosen = {flag(each.name) for each in fields(SyncSettings)}
-            words = [*without(words, {flag("auto"), *chosen}), flag("auto")]
+            words = [*without(words, {flag("auto"), flag("preset"), *chosen}), flag("auto")]
         if strategy != given.strategy:  # flags given for another strategy may not apply
             words = _compatible_flags(words, strategy)
         config, _ = config_from_argv(words).for_training(self.num_iterations or 0)
