@@ -132,6 +132,33 @@ def test_expensive_warmup_ends_early(tmp_path: Path) -> None:
     assert choices(given)[0]["since"] == 30
 
 
+def test_checkpoint_without_a_choice_keeps_its_settings(tmp_path: Path) -> None:
+    """From rounds with given settings, in a longer training: would catch other settings, a refusal
+    because of the longer warm-up, and rounds that begin later."""
+    whole = cached_run(train_fixed, save_interval=30, train_iters=300, edit_warmup_steps=10)
+    resumed = train(tmp_path, load=whole.folder / "saves", ckpt_step=30,
+                    **ALONE | {"train_iters": 300, "exit_interval": 60})  # fmt: skip
+    assert "chosen after" not in resumed.result.ranks[0].stdout
+    assert_continues(whole.folder, tmp_path, 30, 2)
+    assert_same_syncs(whole, resumed)
+
+
+def train_fixed(folder: Path, **flags: Any) -> EditRun:
+    """Train with given settings."""
+    fixed: Flags = {"edit_auto": None, "edit_sync_interval": 8, "exit_interval": 60}
+    return train(folder, **fixed | flags)
+
+
+def test_warmup_that_is_over_goes_on_to_measure(tmp_path: Path) -> None:
+    """A checkpoint of synchronous steps after W: eleven more are made, and settings are chosen."""
+    whole = cached_run(train_fixed, save_interval=30, edit_strategy="ddp", train_iters=120,
+                       edit_sync_interval=None, edit_warmup_steps=None)  # fmt: skip
+    resumed = train(tmp_path, load=whole.folder / "saves", ckpt_step=30, **ALONE)
+    assert "warm-up until step 41: links and steps are measured" in resumed.result.ranks[0].stdout
+    assert choices(resumed)[0]["since"] == 41
+    assert_equal_replicas(resumed)
+
+
 def test_short_training_has_fixed_settings(tmp_path: Path) -> None:
     """Too few steps to measure in: a line says so, and rounds begin."""
     run = run_edit(tmp_path, 2, 2, **ALONE | {"train_iters": 30, "edit_sync_interval": None})

@@ -191,7 +191,7 @@ def test_returning_replica_uses_the_chosen_settings(tmp_path: Path, is_later: bo
         for n, line in enumerate(rows[:-1]):
             length = 1 if n < first else lengths[n]
             assert set(line["inner_steps"]) <= {0, length}, line["round"]
-        assert "--edit-auto" in run.starts["b"][-1].log.read_text()
+        assert "chosen after step" in run.starts["b"][-1].log.read_text()
 
 
 @pytest.mark.parametrize("more", [{}, TRAINS_ON], ids=["waits", "trains on"])

@@ -45,7 +45,11 @@ def job_of(
 ) -> Job:
     """The job of a file of flags in configs/, with `more` flags; nothing is chosen without
     `--edit-auto`."""
-    fixed = [] if {"--edit-auto", "--edit-strategy"} & {*more} else ["--edit-preset", "paper"]
+    fixed = (
+        []
+        if {"--edit-auto", "--edit-strategy"} & {*more}
+        else ["--use-edit", "--edit-preset", "paper"]
+    )
     argv = [*read_flags(CONFIGS / f"{name}.args"), *more, *fixed]
     return read_job(argv, num_replicas=replicas, world_size=world, ranks_per_host=None)
 

@@ -125,7 +125,7 @@ def test_plan_takes_the_command_line_of_check(capsys: pytest.CaptureFixture[str]
     lines = [
         ["train.py", MODEL, EDIT, "--world-size", "64", *link],
         [MODEL, EDIT, "--hosts", "n1,n2,n3,n4", "--world-size", "64", *link],
-        [MODEL, "--use-edit", "--replicas", "8", "--hosts", "n1:32,n2:32", *link],
+        [MODEL, EDIT, "--replicas", "8", "--hosts", "n1:32,n2:32", *link],
         [MODEL, EDIT, "--replicas", "8", *link],
     ]
     printed = []
