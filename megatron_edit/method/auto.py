@@ -271,9 +271,9 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
     """
     candidates = sorted(_candidates(setting, measured, local_steps), key=_loss)
     choices: list[AutoChoice] = []
-    least = setting.given.auto_share
+    least, costs = setting.given.auto_share, Costs(setting, measured)
     for _, equals in groupby(candidates, key=_loss):
-        of_loss = [predict(setting, measured, each, step) for each in equals]
+        of_loss = [predict(setting, measured, each, step, costs) for each in equals]
         choices.append(max(of_loss, key=lambda each: each.share))
         if choices[-1].share >= least:
             break  # the others, which cost more, are not computed
@@ -294,14 +294,39 @@ def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
     return replace(given, auto=False, auto_share=Settings.auto_share, **chosen)
 
 
+@dataclass
+class Costs:
+    """Costs of rounds with and without moments, each computed once."""
+
+    setting: AutoSetting
+    measured: Measurement
+    _known: dict[tuple[object, ...], Cost] = field(default_factory=dict)
+
+    def of(self, settings: SyncSettings, moments: str) -> Cost:
+        """The cost of a round in which all syncs have these moments, or none."""
+        key = (settings.sync_interval, settings.sync_dtype, settings.fragments,
+               settings.delay_steps, moments)  # fmt: skip
+        if key not in self._known:
+            self._known[key] = _cost(self.setting, self.measured, settings, moments)
+        return self._known[key]
+
+
 def predict(
-    setting: AutoSetting, measured: Measurement, settings: SyncSettings, step: int
+    setting: AutoSetting,
+    measured: Measurement,
+    settings: SyncSettings,
+    step: int,
+    costs: Costs | None = None,
 ) -> AutoChoice:
-    """The expected speed and loss of some settings."""
-    every = settings.average_moments_every
-    cost = _cost(setting, measured, settings, settings.average_moments)
+    """The expected speed and loss of some settings.
+
+    Args:
+        costs: of the same setting and measurement, that are known.
+    """
+    costs, every = costs or Costs(setting, measured), settings.average_moments_every
+    cost = costs.of(settings, settings.average_moments)
     if every > 1:
-        plain = _cost(setting, measured, settings, NONE)
+        plain = costs.of(settings, NONE)
         cost = replace(cost, exposed=(cost.exposed + (every - 1) * plain.exposed) / every)
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
