@@ -81,8 +81,12 @@ def test_each_step_is_averaged(tmp_path: Path, layout: str, more: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [("m2", {}), ("tp2", {}), ("m2", TRAINS_ON), ("m2", TIMED)],
-    ids=["waits", "two ranks", "trains on", "timed"],
+    [
+        pytest.param("m2", {}, id="waits"),
+        pytest.param("tp2", {}, id="two ranks"),
+        pytest.param("m2", TRAINS_ON, id="trains on", marks=pytest.mark.full),
+        pytest.param("m2", TIMED, id="timed", marks=pytest.mark.full),
+    ],
 )  # fmt: skip
 def test_losses_in_warm_up_and_final_phase(
     tmp_path: Path, layout: str, more: dict[str, Any]

@@ -178,7 +178,8 @@ def make_plan(
     with_rounds = [n for n in names if n in STRATEGIES and not STRATEGIES[n].endless_warmup]
     advice: tuple[Advice, ...] = ()
     if with_rounds and job.mesh.num_replicas > 1:
-        advice = tuple(advise(job, with_rounds[0], setting, device_memory))
+        known = next(row.choice for row in rows if row.name == with_rounds[0])
+        advice = tuple(advise(job, with_rounds[0], setting, device_memory, known))
     return Plan(job, setting, rows, advice)
 
 
@@ -201,13 +202,17 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
 
 
 def _settings_of(
-    job: Job, setting: TimingSetting, name: str
+    job: Job, setting: TimingSetting, name: str, known: AutoChoice | None = None
 ) -> tuple[EditConfig, AutoChoice | None]:
-    """Return the settings of a strategy, with those that `--edit-auto` would choose."""
+    """Return the settings of a strategy, with those that would be chosen.
+
+    Args:
+        known: this choice; else it is predicted.
+    """
     config = job.config(name)
     if not config.auto:
         return config, None
-    choice = predicted_choice(job, config, setting)
+    choice = known or predicted_choice(job, config, setting)
     return with_choice(config, choice), choice
 
 
@@ -255,15 +260,20 @@ def predicted_choice(job: Job, config: EditConfig, setting: TimingSetting) -> Au
 
 
 def advise(
-    job: Job, name: str, setting: TimingSetting, device_memory: float | None
+    job: Job,
+    name: str,
+    setting: TimingSetting,
+    device_memory: float | None,
+    known: AutoChoice | None = None,
 ) -> Iterator[Advice]:
     """Yield all suggestions for a strategy with rounds.
 
     Args:
         setting: link, machine and step.
         device_memory: bytes of a device; None where not known.
+        known: what would be chosen, if that is known.
     """
-    config, choice = _settings_of(job, setting, name)
+    config, choice = _settings_of(job, setting, name, known)
     if (warning := warmup_warning(job, config, setting)) is not None:
         yield warning
     if choice is None and (found := _settings(job, config, setting)) is not None:
