@@ -33,7 +33,7 @@ from megatron_edit.constants import (
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import UNSET, default_text, flag, format_value, parse_endpoint, preset_of
-from megatron_edit.method.auto import AUTO_SETTINGS, auto_settings
+from megatron_edit.method.auto import AUTO_SETTINGS, auto_settings, chosen_of
 from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.settings import GROUPS, Settings, in_words, is_within
 from megatron_edit.method.strategy import (
@@ -168,10 +168,8 @@ class EditConfig(Settings):
         given = {"sync_interval": interval, "sync_dtype": INT8}
         fixed: dict[str, Any] = {n: given.get(n, getattr(self, n)) for n in self.open_settings}
         fixed |= dict.fromkeys({*OUTER_SETTINGS} & fixed.keys())  # follow from the others
-        share = Settings.auto_share
-        found = dataclasses.replace(
-            self, auto=False, auto_share=share, warmup_steps=warmup, **fixed
-        )
+        fixed |= {"auto": False, "auto_share": Settings.auto_share}
+        found = dataclasses.replace(self, warmup_steps=warmup, **fixed)
         is_timed = STRATEGIES[self.strategy].is_timed
         length = f"tau_time {found.sync_seconds:g} s" if is_timed else f"tau {found.sync_interval}"
         return found, (
@@ -226,8 +224,7 @@ def recorded_settings(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         found = dict(record["config"])
         if choices := record.get("choices"):
-            chosen = choices[-1]["settings"]
-            found |= {n: chosen[n] for n in auto_settings(found["strategy"]) if n in chosen}
+            found |= chosen_of(found["strategy"], choices[-1]["settings"])
             found["warmup_steps"] = min(found["warmup_steps"], choices[0]["since"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

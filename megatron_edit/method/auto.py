@@ -103,6 +103,15 @@ def auto_settings(strategy: str, *, has_hub: bool = False) -> tuple[str, ...]:
     return tuple(name for name in AUTO_SETTINGS if name not in unused)
 
 
+def chosen_of(strategy: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were chosen for a strategy, by name.
+
+    Args:
+        record: `settings` of a recorded choice; one of an older version lacks some.
+    """
+    return {name: record[name] for name in auto_settings(strategy) if name in record}
+
+
 @dataclass(frozen=True)
 class Measurement:
     """What a choice depends on, the same on all ranks.

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_edit.constants import FIXED, REPLICA_NAME
 from megatron_edit.errors import UsageError, to_one_line
-from megatron_edit.method.auto import auto_settings
+from megatron_edit.method.auto import chosen_of
 from megatron_edit.method.strategy import STRATEGIES, Strategy
 from megatron_edit.observe.line_files import (
     LineReader,
@@ -165,8 +165,7 @@ class Facts:
         if (name := config["strategy"]) not in STRATEGIES:
             raise ValueError(f"unknown strategy {name}")
         if choices:
-            chosen = choices[-1]["settings"]
-            config |= {each: chosen[each] for each in auto_settings(name) if each in chosen}
+            config |= chosen_of(name, choices[-1]["settings"])
             config["warmup_steps"] = choices[0]["since"]
         strategy = STRATEGIES[name]
         segment = found.get("segment")
