@@ -39,7 +39,7 @@ from megatron_edit.method.strategy import STRATEGIES, outer_preset
 LEAST_ROUNDS = 4  # that local training has with a chosen interval
 INTERVALS = (8, 16, 32, 64, 128, 256)
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
-MOMENTS = ((MOMENTS_BOTH, 1), (MOMENTS_BOTH, 4), (NONE, 1))  # kinds, and K
+MOMENTS_EVERY = (1, 4)  # syncs; without moments 1
 FINAL_FRACTIONS = (0.05, 0.02, 0.0)
 FINAL_COST = 0.02  # most of the training's time that a final phase may add
 # Where averaging takes long, the warm-up ends once it has added this share to the time of the
@@ -447,14 +447,18 @@ def _candidates(
         cost = measured.averaging / measured.step
         final = next((each for each in FINAL_FRACTIONS if each * cost <= FINAL_COST), 0.0)
     local_steps -= math.ceil(final * local_steps)
-    moments: Sequence[tuple[str, int]] = MOMENTS
-    if "average_moments_every" not in given.open_settings:
-        moments = [(kinds, given.average_moments_every) for kinds in (MOMENTS_BOTH, NONE)]
-    if "average_moments" not in given.open_settings:
-        moments = [(given.average_moments, every) for every in dict.fromkeys(k for _, k in moments)]
 
     def values[T](name: str, tried: Iterable[T]) -> list[T]:
         return list(tried) if name in given.open_settings else [getattr(given, name)]
+
+    moments = [
+        (kinds, every)
+        for kinds, every in product(
+            values("average_moments", (MOMENTS_BOTH, NONE)),
+            values("average_moments_every", MOMENTS_EVERY),
+        )
+        if kinds != NONE or every == 1
+    ]
 
     for interval, seconds in _rounds(setting, measured, local_steps):
         # A delay counts own steps: the slowest replica must make more in a round.
@@ -574,7 +578,7 @@ def expected_loss(
     interval: int,
     wire: str,
     delay: int,
-    moments: tuple[str, int] = MOMENTS[0],
+    moments: tuple[str, int] = (MOMENTS_BOTH, 1),
     final_fraction: float = 0.0,
 ) -> float:
     """Increase of the final loss over that of stock DDP; the parts are added.

@@ -128,6 +128,23 @@ def test_moments_are_averaged_where_the_link_carries_them() -> None:
     assert chosen(3400, **fixed).settings.average_moments == "none"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"average_moments": "none", "average_moments_every": OPEN}, ("none", 1)),
+        ({"average_moments": OPEN, "average_moments_every": 4}, ("both", 4)),
+        ({"average_moments": "both", "average_moments_every": OPEN}, ("both", 4)),
+    ],
+)
+def test_moments_fit_to_what_is_given(
+    given: dict[str, Any], expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a choice that the checks of the settings then refuse."""
+    monkeypatch.setitem(auto.MOMENT_LOSS, ("none", 1), 0.01)
+    found = chosen(10, **given).settings
+    assert (found.average_moments, found.average_moments_every) == expected
+
+
 @pytest.mark.parametrize(("averaging", "fraction"), [(0.399, 0.05), (0.41, 0.02), (1.01, 0.0)])
 def test_final_phase_costs_little_time(averaging: float, fraction: float) -> None:
     """Its share times the averaging of a step, in steps, is at most 2 % of the time."""
