@@ -172,7 +172,7 @@ def fill_before_saves() -> None:
 
     The first rank of all fills the disk when the previous save is over; the others wait for it.
     """
-    import megatron.training.training as training
+    from megatron.training import training
 
     record_all()
     disk, save = Path(os.environ["SPY_DISK"]), training.save_checkpoint_and_time
@@ -184,6 +184,7 @@ def fill_before_saves() -> None:
         nonlocal saves
         saves += 1
         is_ready = out_dir() / f"ready-{saves}"
+        training.maybe_finalize_async_save(blocking=True)
         if is_first:
             _wait_until(lambda: not any(disk.glob("**/.iter_*")))
             (disk / "filler").unlink(missing_ok=True)
