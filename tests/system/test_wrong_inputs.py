@@ -129,7 +129,7 @@ CHECKED = [
     "--edit-metrics-port 70000",
     "--edit-auto --edit-warmup-steps 5",
     "--edit-auto --edit-strategy diloco",
-    "--edit-auto-share 0.9",
+    "--edit-sync-interval 8 --edit-auto-share 0.9",
     "--edit-placement missing",
     "--edit-mlflow-experiment=",
     "--hosts node[1-2]",
