@@ -39,6 +39,7 @@ from megatron_edit.method.strategy import STRATEGIES, outer_preset
 LEAST_ROUNDS = 4  # that local training has with a chosen interval
 INTERVALS = (8, 16, 32, 64, 128, 256)
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
+LEAST_BLOCKS = 4  # of steps, whose waits are averaged
 MOMENTS_EVERY = (1, 4)  # syncs; without moments 1
 FINAL_FRACTIONS = (0.05, 0.02, 0.0)
 FINAL_COST = 0.02  # most of the training's time that a final phase may add
@@ -361,20 +362,26 @@ def warmup_end(measured: Measurement, most: int, total: int) -> int:
 
 
 def mean_wait(seconds: Sequence[Sequence[float]]) -> float:
-    """What replicas would have waited for the slowest one after each step; see `Measurement.wait`.
+    """What replicas would wait for the slowest one after a step, by how their steps vary; see
+    `Measurement.wait`.
 
-    Independent steps let the differences of n steps grow with sqrt(n), and those of a replica that
-    is slow for a while faster: the larger value of single steps and of all together counts.
+    That a replica is always slower does not count: `Measurement.step` has it, and rounds of all
+    lengths wait for it. Independent steps let the differences of n steps grow with sqrt(n), and
+    those of a replica that is slow for a while faster: the largest value of blocks of 1, 2, 4, ...
+    steps counts.
 
     Args:
         seconds: of the same steps on each replica; may be empty.
     """
-    steps = list(zip(*seconds, strict=True))
-    if not steps:
-        return 0.0
-    single = fmean(max(step) - fmean(step) for step in steps)
-    totals = [sum(replica) for replica in seconds]
-    return max(single, (max(totals) - fmean(totals)) / math.sqrt(len(steps)))
+    count = len(seconds[0]) if seconds else 0
+    varying = [[each - fmean(own) for each in own] for own in seconds]
+    waits, length = [0.0], 1
+    while LEAST_BLOCKS * length <= count:
+        starts = range(0, count - length + 1, length)
+        blocks = [[sum(own[at : at + length]) for own in varying] for at in starts]
+        waits.append(fmean(max(each) - fmean(each) for each in blocks) / math.sqrt(length))
+        length *= 2
+    return max(waits)
 
 
 def _loss(settings: SyncSettings) -> float:

@@ -284,11 +284,14 @@ def test_meetings_wait_for_slowest() -> None:
     assert found.share == pytest.approx(64 / (64 + 4 * 0.4)) and found.exposed == 0.0
 
 
-def test_wait_is_that_of_steps_or_of_their_sum() -> None:
-    """Alternating steps of 1 and 3 s wait for 1 s each, and not after two of them. A rank that is
-    slower by 2 s in all four steps lets the mean wait 4 s after them: 4 / sqrt(4)."""
+def test_wait_is_that_of_steps_or_of_blocks() -> None:
+    """Alternating steps of 1 and 3 s wait for 1 s each, and not after two of them. A replica that
+    is slow in one half waits, or lets the others wait, for half a second after each step, and for
+    one after two. One that is always slower does not count."""
     assert auto.mean_wait([[1, 3, 1, 3], [3, 1, 3, 1]]) == pytest.approx(1)
-    assert auto.mean_wait([[1, 1, 1, 1], [3, 3, 3, 3]]) == pytest.approx(2)
+    halves = [[1.0] * 8, [1.0] * 4 + [3.0] * 4]
+    assert auto.mean_wait(halves) == pytest.approx(1 / math.sqrt(2))
+    assert auto.mean_wait([[1, 1, 1, 1], [3, 3, 3, 3]]) == 0.0
     assert auto.mean_wait([[1, 5, 2]]) == 0.0 and auto.mean_wait([[], []]) == 0.0
 
 
