@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from itertools import groupby, product
 from statistics import fmean
 from typing import Any
@@ -304,21 +305,54 @@ def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
     return replace(given, auto=False, auto_share=Settings.auto_share, **chosen)
 
 
-@dataclass
 class Costs:
-    """Costs of rounds with and without moments, each computed once."""
+    """Costs of rounds with and without moments, each computed once.
 
-    setting: AutoSetting
-    measured: Measurement
-    _known: dict[tuple[object, ...], Cost] = field(default_factory=dict)
+    Args:
+        setting: see `AutoSetting`.
+        measured: see `Measurement`.
+    """
+
+    def __init__(self, setting: AutoSetting, measured: Measurement) -> None:
+        self._setting, self._measured = setting, measured
+        self._cost, self._exchanges = cache(self._compute_cost), cache(self._compute_exchanges)
 
     def of(self, settings: SyncSettings, moments: str) -> Cost:
         """The cost of a round in which all syncs have these moments, or none."""
-        key = (settings.sync_interval, settings.sync_dtype, settings.fragments,
-               settings.delay_steps, moments)  # fmt: skip
-        if key not in self._known:
-            self._known[key] = _cost(self.setting, self.measured, settings, moments)
-        return self._known[key]
+        return self._cost(settings.sync_interval, settings.sync_dtype, settings.fragments,
+                          settings.delay_steps, moments)  # fmt: skip
+
+    def _compute_cost(
+        self, interval: int, wire: str, fragments: int, delay: int, moments: str
+    ) -> Cost:
+        setting, step = self._setting, self._measured.step
+        steps = 0 if setting.is_timed else interval
+        return round_cost(
+            self._exchanges(wire, moments),
+            gaps=gaps_of_round(interval * step, fragments, steps),
+            depth=setting.depth,
+            head_start=delay * step,
+            latency=self._measured.latency,
+        )
+
+    def _compute_exchanges(self, wire: str, moments: str) -> list[UnitExchange]:
+        setting, measured = self._setting, self._measured
+        numels, work = setting.unit_numels, measured.work[wire]
+        if moments != NONE:
+            work += measured.work.get(MOMENTS_BOTH, 0.0)
+        total = sum(numels[1:]) or 1  # the embedding, which comes first, is only a look-up
+        forward = measured.forward if setting.depth > 1 else 0.0
+        return [
+            UnitExchange(0.0, 0.0, 0.0)
+            if numel == 0  # of another pipeline stage
+            else UnitExchange(
+                setting.payload(numel, wire, moments) / measured.rate
+                + MESSAGES_PER_EXCHANGE * measured.latency,
+                work * numel,
+                forward * numel / total if place else 0.0,
+            )
+            for place, numel in enumerate(numels)
+        ]
 
 
 def predict(
@@ -514,37 +548,6 @@ def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[
     return (
         lr if "outer_lr" in given.open_settings else given.outer_lr,
         momentum if "outer_momentum" in given.open_settings else given.outer_momentum,
-    )
-
-
-def _cost(
-    setting: AutoSetting, measured: Measurement, settings: SyncSettings, moments: str
-) -> Cost:
-    numels, wire = setting.unit_numels, settings.sync_dtype
-    work = measured.work[wire]
-    if moments != NONE:
-        work += measured.work.get(MOMENTS_BOTH, 0.0)
-    total = sum(numels[1:]) or 1  # the embedding, which comes first, is only a look-up
-    forward = measured.forward if setting.depth > 1 else 0.0
-    exchanges = [
-        UnitExchange(0.0, 0.0, 0.0)
-        if numel == 0  # of another pipeline stage
-        else UnitExchange(
-            setting.payload(numel, wire, moments) / measured.rate
-            + MESSAGES_PER_EXCHANGE * measured.latency,
-            work * numel,
-            forward * numel / total if place else 0.0,
-        )
-        for place, numel in enumerate(numels)
-    ]
-    interval = settings.sync_interval
-    steps = 0 if setting.is_timed else interval
-    return round_cost(
-        exchanges,
-        gaps=gaps_of_round(interval * measured.step, settings.fragments, steps),
-        depth=setting.depth,
-        head_start=settings.delay_steps * measured.step,
-        latency=measured.latency,
     )
 
 

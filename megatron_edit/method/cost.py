@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 WORK_BEFORE_EXCHANGE = 0.3  # share of the local work before the exchange: norms, addends
 MEETING_MESSAGES = 2  # that wait for one another
@@ -170,11 +170,7 @@ def round_cost(
         burst: seconds of exchange that a shaped link sends at once after it was idle.
     """
     fragments = len(gaps)
-    groups = [
-        [f if number % fragments == group else UnitExchange(0.0, 0.0, f.forward)
-         for number, f in enumerate(exchanges)]
-        for group in range(fragments)
-    ]  # fmt: skip
+    groups = [_of_group(exchanges, group, fragments) for group in range(fragments)]
     exposed = exposed_of_round(
         groups,
         depth=depth if fragments == 1 else len(exchanges),
@@ -189,3 +185,13 @@ def round_cost(
         round=math.fsum(gaps),
         longest=max(sum(exchange.wire for exchange in group) for group in groups),
     )
+
+
+def _of_group(exchanges: Sequence[UnitExchange], group: int, fragments: int) -> list[UnitExchange]:
+    """A group's exchanges; the forward passes of other units in between are one."""
+    found: list[UnitExchange] = []
+    for is_own, each in groupby(enumerate(exchanges), lambda pair: pair[0] % fragments == group):
+        units = [unit for _, unit in each]
+        others = UnitExchange(0.0, 0.0, sum(unit.forward for unit in units))
+        found += units if is_own else [others]
+    return found
