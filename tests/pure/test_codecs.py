@@ -203,6 +203,19 @@ def test_log_code_error_is_relative_to_each_value(codec: Codec) -> None:
     assert 0.03 < float(error.max()) <= 2 ** (1 / 16) - 1 + 1e-6
 
 
+@of(LOGARITHMIC)
+def test_codes_of_an_octave_begin_at_powers_of_an_eighth(codec: Codec) -> None:
+    """A value is decoded to the middle of its code, by logarithms: from 2^(k / 8) on by code k.
+    Would catch a bound in the wrong part of the octave, or on the wrong side of its first value."""
+    nearest = [(2.0 ** (step / 8), np.float32(2.0 ** (step / 8))) for step in range(1, 8)]
+    first = [x if float(x) >= begin else np.nextafter(x, np.float32(2)) for begin, x in nearest]
+    before = [np.nextafter(x, np.float32(0)) for x in first]
+    values = torch.tensor(np.array([1.0, *first, *before], dtype=np.float32))
+    found = round_trip(codec, values)
+    middles = [2.0 ** ((2 * step + 1) / 16) for step in range(8)]
+    assert found.tolist() == pytest.approx([*middles, *middles[:7]], rel=1e-6)
+
+
 def test_small_second_moments_do_not_become_zero() -> None:
     """Updates are divided by them: catches an unbounded update next to large values."""
     values = torch.tensor([1.0, 1e-12, 1e-30, 0.0])
