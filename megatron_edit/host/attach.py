@@ -306,6 +306,12 @@ class Attachment:
                 f"{placement.ranks_per_replica} ranks, sync mode {self.sync_mode} "
                 f"(--edit-sync-mode {self._config.sync_mode})"
             )
+            if self._config.warmup_steps:
+                after = "; then settings are chosen by what it measures"
+                say(
+                    f"warm-up of {self._config.warmup_steps} steps: the replicas average at each"
+                    + after * self._config.auto
+                )
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)

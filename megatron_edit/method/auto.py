@@ -185,13 +185,14 @@ class AutoChoice:
             length = f"every {chosen.sync_seconds:g} s (about {chosen.sync_interval} steps)"
         parts = [f"a sync {length} in {chosen.sync_dtype}"]
         parts += [f"in {chosen.fragments} fragments"] if chosen.fragments > 1 else []
-        parts += [f"landing {chosen.delay_steps} steps later"] if chosen.delay_steps else []
+        later = f"step{'s' if chosen.delay_steps > 1 else ''} later"
+        parts += [f"landing {chosen.delay_steps} {later}"] if chosen.delay_steps else []
         if chosen.average_moments != NONE:
             every = chosen.average_moments_every
             parts.append(f"with Adam's moments at {f'1 of {every} syncs' if every > 1 else 'each'}")
         parts.append(f"outer learning rate {chosen.outer_lr:g}, momentum {chosen.outer_momentum:g}")
         if chosen.final_sync_fraction:
-            parts.append(f"the last {chosen.final_sync_fraction:.2g} of training synchronous")
+            parts.append(f"the last {100 * chosen.final_sync_fraction:g}% of training synchronous")
         expected = (
             f"expected: {self.share:.3f} of the speed without exchange, and a loss {self.loss:+.1%}"
             " over stock Megatron's (as for small models)"

@@ -57,7 +57,9 @@ def test_measures_and_chooses(tmp_path: Path) -> None:
     assert 1e-3 < measured["step"] < 10 and 1e5 < measured["rate"] < 1e12
     assert 0 < measured["latency"] < 1 and first["since"] == WARMUP
     assert run.syncs[0]["iteration"] == WARMUP + settings["sync_interval"]
-    assert "chosen after step 20: a sync every " in run.result.ranks[0].stdout
+    said = run.result.ranks[0].stdout
+    assert "warm-up of 20 steps: the replicas average at each; then settings are chosen" in said
+    assert "chosen after step 20: a sync every " in said
     assert_equal_replicas(run)
 
 
@@ -162,7 +164,9 @@ def test_warmup_that_is_over_goes_on_to_measure(tmp_path: Path) -> None:
 def test_short_training_has_fixed_settings(tmp_path: Path) -> None:
     """Too few steps to measure in: a line says so, and rounds begin."""
     run = run_edit(tmp_path, 2, 2, **ALONE | {"train_iters": 30, "edit_sync_interval": None})
-    assert "30 iterations are too few to measure" in run.result.ranks[0].stdout
+    said = run.result.ranks[0].stdout
+    assert "30 iterations are too few to measure" in said
+    assert "warm-up of 3 steps: the replicas average at each\n" in said
     assert [sync["iteration"] for sync in run.syncs] == [11, 19, 27, 30]
 
 

@@ -152,7 +152,8 @@ def test_final_phase_costs_little_time(averaging: float, fraction: float) -> Non
     found = choose(setting(final_sync_fraction=OPEN), at, 50, LONG)
     assert found.settings.final_sync_fraction == fraction
     assert found.loss == pytest.approx(0.01 - auto.FINAL_GAIN.get(fraction, 0.0))
-    assert ("synchronous" in found.lines()[0]) == bool(fraction)
+    line = f"the last {round(100 * fraction)}% of training synchronous"
+    assert (line in found.lines()[0]) == bool(fraction)
 
 
 def test_checked_and_reduced_checkpoints_need_landings_at_once() -> None:

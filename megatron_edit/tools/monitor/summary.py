@@ -62,7 +62,7 @@ def describe_schedule(facts: Facts) -> str:
         return f"warm-up {facts.warmup_steps} steps, then syncs as chosen at its end"
     is_timed = facts.strategy.is_timed
     interval = f"{facts.config['sync_seconds']:g} s" if is_timed else f"{facts.sync_interval} steps"
-    delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
+    delayed = f", landing {plural(facts.delay_steps, 'step')} later" if facts.delay_steps else ""
     delayed += " (chosen in the warm-up)" if facts.num_choices else ""
     final = ""
     if facts.last_local_step is not None:
