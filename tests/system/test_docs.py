@@ -96,6 +96,7 @@ class Page:
 
 QUICK = {"bash scripts/quickstart.sh": "bash scripts/quickstart.sh --train-iters 12"}
 TESTS = ("-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -n 2 ")
+INSTALL = "pip install '.[report]'"
 CHECKED = "ok: 4 replicas x 8 ranks, strategy edit"
 OF_READER = "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
 MOCK = "--tokenizer-type NullTokenizer --vocab-size 4095"
@@ -103,9 +104,11 @@ PAGES = {
     "README.md": Page(
         {**QUICK, "torchrun --standalone --nproc-per-node 2 -m megatron_edit pretrain_gpt":
              "torchrun --standalone --nproc-per-node 1 -m megatron_edit pretrain_gpt",
-         "node0:29400": "127.0.0.1:{other_port}"},
-        ("quickstart_out", *TESTS, SYNCED, SYNCED, CHECKED, "pretrain_gpt.py",
-         "all-reduce among the replicas"),
+         INSTALL: f"unset PYTHONPATH\n{INSTALL}", "node0:29400": "127.0.0.1:{other_port}",
+         OF_READER: MOCK, "--data-path DATA":
+             f"--data-path {{shared}}/corpus/corpus --split 80,10,10 {SMALL_7B}"},
+        ("Next: train a small GPT", SYNCED, "quickstart_out", *TESTS, SYNCED, CHECKED,
+         "pretrain_gpt.py", "all-reduce among the replicas"),
     ),
     "configs/README.md": Page(
         {VALID: f"{VALID} {SMALL} --edit-log-dir log", "--standalone --nproc-per-node 4":
@@ -157,7 +160,7 @@ PAGES = {
     "docs/quickstart.md": Page(
         {**QUICK, "--standalone --nproc-per-node 4": "--standalone --nproc-per-node 2",
          "--edit-log-dir log": f"--edit-log-dir log {SMALL}",
-         "pip install '.[report]'": "unset PYTHONPATH\npip install '.[report]'"},  # imports that
+         INSTALL: f"unset PYTHONPATH\n{INSTALL}"},  # imports what is installed
         (SYNCED, "pretrain_gpt.py", CHECKED, "of the ideal"),
     ),
     "docs/slurm.md": Page({"JOB": "7"}, ("sbatch --nodes", "scancel --batch --signal=USR1 7")),
