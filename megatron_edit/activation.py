@@ -24,9 +24,7 @@ def activate(module: str, file: str) -> None:
     Raises:
         SystemExit: training has ended; only if there are such flags.
     """
-    if module != "__main__" or not has_edit_flags(sys.argv[1:]):
-        return
-    if is_launched():
+    if module != "__main__" or is_launched() or not has_edit_flags(sys.argv[1:]):
         return
     from megatron_edit import launcher
 

@@ -118,9 +118,8 @@ def _refuse_unknown(word: str) -> None:
 
 def _refuse_unused(config: EditConfig, inner_optimizer: str) -> None:
     for spec in dataclasses.fields(config):
-        usual = preset_of(spec, config.strategy, inner_optimizer)
         value = getattr(config, spec.name)
-        if spec.name != "device" and value != usual:
+        if spec.name != "device" and value != preset_of(spec, config.strategy, inner_optimizer):
             raise UsageError(
                 flag(spec.name) if value is True else f"{flag(spec.name)} {format_value(value)}",
                 "has no effect without --use-edit",

@@ -164,8 +164,7 @@ class EditConfig(Settings):
         if not (self.auto and is_short):
             return self.with_warmup(warmup), None
         least = max(self.delay_steps + 1, self.fragments, _SHORT_INTERVAL)
-        interval = min(least, num_iterations - warmup)
-        given = {"sync_interval": interval, "sync_dtype": INT8}
+        given = {"sync_interval": min(least, num_iterations - warmup), "sync_dtype": INT8}
         fixed: dict[str, Any] = {n: given.get(n, getattr(self, n)) for n in self.open_settings}
         fixed |= dict.fromkeys({*OUTER_SETTINGS} & fixed.keys())  # follow from the others
         fixed |= {"auto": False, "auto_share": Settings.auto_share}
@@ -322,14 +321,12 @@ def phase_warning(
 def check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
     """Check that a setting with a list of supported values has one of them."""
     only = spec.metadata["only"]
-    if only is None or value in only:
-        return
-    allowed = ", ".join(format_value(v) for v in only)
-    raise UsageError(
-        f"{flag(spec.name)} {format_value(value)}",
-        f"this version supports only: {allowed}",
-        f"use one of these, or leave {flag(spec.name)} out",
-    )
+    if only is not None and value not in only:
+        raise UsageError(
+            f"{flag(spec.name)} {format_value(value)}",
+            f"this version supports only: {', '.join(map(format_value, only))}",
+            f"use one of these, or leave {flag(spec.name)} out",
+        )
 
 
 def check_ranges(config: EditConfig) -> None:

@@ -129,8 +129,7 @@ class BridgeLoads(LoadControl):
                 "is the checkpoint of one replica alone",
                 "load the folder that contains replica-0",
             )
-        expected = _header(self.config, place)
-        for name, value in expected.items():
+        for name, value in _header(self.config, place).items():
             if saved["header"].get(name) != value:
                 raise UsageError(
                     what,

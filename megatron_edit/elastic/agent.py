@@ -224,9 +224,8 @@ class Agent:
                     return
             is_connected = self._session is not None
             self._drop()
-            if is_connected and self.state.task is Task.ENDED:
-                return
-            if self._closing.is_set() and not is_connected:
+            is_done = self.state.task is Task.ENDED if is_connected else self._closing.is_set()
+            if is_done:
                 return
             self._take_reports()
             if is_connected and self._clock() - began > LAST_RETRY_SECONDS:

@@ -92,8 +92,7 @@ class Deadlines:
             case "copying" if waited > max(COPY_SECONDS, COPY_ROUNDS * (self._trained or 0.0)):
                 yield from ((name, Late(waited)) for name in names)
             case "progress":
-                stuck = [n for n in names if self._liveness.is_stuck(n, waited, now)]
-                yield from ((name, evicted) for name in stuck)
+                yield from ((n, evicted) for n in names if self._liveness.is_stuck(n, waited, now))
             case "exchange" if all(self._liveness.is_stuck(n, waited, now) for n in names):
                 yield "", EpochOverdue(state.epoch)
 
@@ -106,8 +105,7 @@ def _waits(state: HubState) -> Iterator[tuple[tuple[Hashable, ...], list[str]]]:
     members = [each for each in connected if each.name in state.members]
     match state.phase:
         case Phase.OPENING:
-            num_connected = sum(each.is_connected for each in state.roster)
-            if not state.needs_all and num_connected >= state.minimum:
+            if not state.needs_all and len(connected) >= state.minimum:
                 yield ("opening", state.first_epoch), []
         case Phase.FORM:
             yield ("forming", state.epoch), _names(each for each in members if not each.is_formed)
@@ -221,8 +219,7 @@ class Liveness:
 
     def is_stuck(self, name: str, waited: float, now: float) -> bool:
         """Whether a replica has made no progress for too long, of the time that others waited."""
-        pause = min(waited, self.seconds_since_progress(name, now))
-        return pause > self.patience(name)
+        return min(waited, self.seconds_since_progress(name, now)) > self.patience(name)
 
     def patience(self, name: str) -> float:
         """Seconds without progress for which others wait for a replica.

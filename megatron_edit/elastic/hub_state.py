@@ -79,8 +79,7 @@ class Removals:
         """With one more in a round. After the first one there is no wait, then 1, 2, 4 rounds."""
         is_relapse = earlier is not None and round < earlier.admitted_from + RELAPSE_ROUNDS
         count = 1 + (earlier.count if earlier is not None and is_relapse else 0)
-        bar = min(1 << count >> 2, LONGEST_BAR)
-        return cls(name, count, round + bar)
+        return cls(name, count, round + min(1 << count >> 2, LONGEST_BAR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,8 +419,7 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
             )
             state = replace(
                 state, joins=state.joins + 1, layout=has["layout"], nominal=has["nominal"]
-            )
-            state = state.with_member(member)
+            ).with_member(member)
         elif entry.event == "copied":
             if (copied := state.member(has["name"])) is not None:
                 state = state.with_member(replace(copied, applied=state.round))
@@ -445,8 +443,7 @@ def replay(entries: Iterable[JournalEntry], minimum: int) -> HubState:
         elif entry.event == "stop":
             state = replace(state, is_stopping=True)
         elif entry.event == "end":
-            end = (has["reason"], has["exit_code"])
-            state = replace(state, phase=Phase.ENDED, end=end)
+            state = replace(state, phase=Phase.ENDED, end=(has["reason"], has["exit_code"]))
     return replace(state, term=state.term + 1, is_epoch_used_up=state.epoch > 0)
 
 

@@ -190,8 +190,7 @@ class _Step:
             self.state, joins=state.joins + 1, layout=hello.layout, nominal=hello.nominal
         )
         self._set(Member(hello.name, hello.incarnation, hello.handles, applied, state.joins))
-        is_joiner = not is_founder
-        self._send(hello.name, Welcome(state.term, state.round, is_joiner, waits_for))
+        self._send(hello.name, Welcome(state.term, state.round, not is_founder, waits_for))
         if is_opening:
             self._open_if_complete()
         else:

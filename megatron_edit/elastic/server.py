@@ -222,8 +222,7 @@ class Hub:
             OSError: cannot listen there.
         """
         server = await asyncio.start_server(self._connected, host, port)
-        address = server.sockets[0].getsockname()
-        on_ready(address[0], address[1])
+        on_ready(*server.sockets[0].getsockname()[:2])
         ticks = asyncio.create_task(self._tick())
         try:
             await self._done.wait()
@@ -269,8 +268,7 @@ class Hub:
 
     def _last_commit(self) -> dict[str, Any] | None:
         """The newest `commit` of the journal, without its blocks."""
-        commit = self.journal.last_commit
-        if commit is None:
+        if (commit := self.journal.last_commit) is None:
             return None
         kept = {k: v for k, v in commit.fields.items() if k not in NOT_SHOWN}
         return {"seq": commit.seq, "time": commit.time, "epoch": commit.epoch} | kept
@@ -310,8 +308,7 @@ class Hub:
             self.say(f"hub: {line}")
 
     def _send(self, send: Send) -> None:
-        connection = self._connections.get(send.name)
-        if connection is not None:
+        if (connection := self._connections.get(send.name)) is not None:
             connection.send(encode(send.message))
             if isinstance(send.message, Fenced | Refused | End):
                 del self._connections[send.name]
@@ -413,9 +410,8 @@ class Hub:
     async def _serve_replica(self, connection: Connection, hello: Hello) -> None:
         known = self.state.member(hello.name)
         if known is not None and known.incarnation == hello.incarnation:
-            old = self._connections.pop(hello.name, None)
-            if old is not None:  # the peer has noticed the end of the connection first
-                old.abort()
+            if (old := self._connections.pop(hello.name, None)) is not None:
+                old.abort()  # the peer has noticed the end of the connection first
         elif not await self._is_name_free(hello.name):
             connection.send(encode(name_in_use(hello.name)))
             return

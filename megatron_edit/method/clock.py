@@ -108,5 +108,4 @@ class TimeTrigger:
         if self.arrival is None or now < self.length:
             num_steps = max(1, math.ceil((self.length - now) / step)) if step > 0 else 1
             self.arrival = now + num_steps * step
-        is_early = now + 2 * step <= latest_arrival
-        return now + step >= self.length and not is_early
+        return now + step >= self.length and now + 2 * step > latest_arrival

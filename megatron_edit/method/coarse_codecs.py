@@ -123,15 +123,13 @@ class _Levels(Codec):
 
     def scratch(self, data: Tensor, parts: list[slice], *, decodes: bool) -> list[Tensor]:
         """Two, each with one number more per byte than a part has values."""
-        groups = -(-longest(parts) // self.unit)
-        numel = len(data) * groups * (self.unit + self.block_numel)
+        numel = len(data) * -(-longest(parts) // self.unit) * (self.unit + self.block_numel)
         return [torch.empty(numel, dtype=torch.float32, device=data.device) for _ in range(2)]
 
     def _blocks(self, values: Tensor, num_blocks: int) -> Tensor:
         """Values [rows, n] as [rows, num_blocks, block_numel]; where the size differs, a copy,
         padded by zeros."""
-        missing = num_blocks * self.block_numel - values.shape[1]
-        if missing:
+        if missing := num_blocks * self.block_numel - values.shape[1]:
             values = torch.nn.functional.pad(values, (0, missing))  # cuts if negative
         return values.unflatten(1, (num_blocks, self.block_numel))
 
@@ -176,8 +174,7 @@ class _Levels(Codec):
             return total / count
         # Exact as a comparison of integers: of B addends below 2^24 / B, no quotient that is
         # not an integer is rounded to one.
-        threshold = (total / count).clamp_(min=1.0)
-        torch.ge(magnitudes, threshold, out=large)
+        torch.ge(magnitudes, (total / count).clamp_(min=1.0), out=large)
         large_total = magnitudes.mul_(large).sum(dim=2, keepdim=True)
         number = large.sum(dim=2, keepdim=True)
         high = large_total / number.clamp(min=1.0)
@@ -222,8 +219,7 @@ class _Levels(Codec):
             numel: how many values of a row there are, without padding.
             codes: uint8 [rows, groups, w].
         """
-        digits = negative if self.base == 2 else large
-        packed = self._joined(digits, numel, codes)
+        packed = self._joined(negative if self.base == 2 else large, numel, codes)
         if self.base == 4:
             packed.add_(self._joined(negative, numel, codes), alpha=2.0)
         codes.copy_(packed.to(torch.int32))  # modulo 256
@@ -231,8 +227,7 @@ class _Levels(Codec):
     def _joined(self, digits: Tensor, numel: int, codes: Tensor) -> Tensor:
         """Numbers whose digits are these, fp32 like `codes`."""
         digits, (_, groups, width) = digits.flatten(1)[:, :numel], codes.shape
-        missing = groups * width * self.values_per_byte - numel
-        if missing:
+        if missing := groups * width * self.values_per_byte - numel:
             digits = torch.nn.functional.pad(digits, (0, missing))
         *planes, joined = digits.unflatten(1, (groups, self.values_per_byte, width)).unbind(2)
         for plane in reversed(planes):

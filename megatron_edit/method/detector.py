@@ -49,8 +49,7 @@ class DetectorState:
 
     def of_units(self, units: Sequence[int]) -> DetectorState:
         """The detectors of the given units, in this order."""
-        columns = list(units)
-        return DetectorState(*(tensor[:, columns] for tensor in vars(self).values()))
+        return DetectorState(*(tensor[:, list(units)] for tensor in vars(self).values()))
 
     def with_units(self, units: Sequence[int], part: DetectorState) -> DetectorState:
         """A copy in which the detectors of the given units are replaced by `part`."""
@@ -65,8 +64,7 @@ class DetectorState:
 
     def for_replicas(self, num_replicas: int) -> DetectorState:
         """The detectors for another number of replicas; fresh ones for additional replicas."""
-        saved = len(self.mean)
-        return self.of_rows([n if n < saved else None for n in range(num_replicas)])
+        return self.of_rows([n if n < len(self.mean) else None for n in range(num_replicas)])
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,6 @@ def judge(norms: Tensor, state: DetectorState, settings: Settings) -> tuple[Verd
         The verdict, and the statistics after this sync.
     """
     finite = torch.isfinite(norms)
-    blank = torch.full_like(norms, torch.nan)
     if settings.no_anomaly:
         return Verdict.of_finite(norms), state
     armed = (
@@ -109,11 +106,10 @@ def judge(norms: Tensor, state: DetectorState, settings: Settings) -> tuple[Verd
     )
     excess, scale = norms - state.mean, _scale(state, settings)
     is_tested = armed & finite
-    scores = torch.where(is_tested, excess / scale, blank)
+    scores = torch.where(is_tested, excess / scale, torch.nan)
     # Compare the difference, not the quotient: the two can round to different sides of the bound.
     suspicious = is_tested & (excess > settings.anomaly_threshold * scale)
-    overdue = state.rejected >= settings.anomaly_patience
-    rejected = suspicious & ~overdue
+    rejected = suspicious & (state.rejected < settings.anomaly_patience)
     accepted = finite & ~rejected
     first = accepted & ((state.accepted == 0) | suspicious)  # a suspicious one restarts it
     return (
@@ -144,8 +140,7 @@ def _scale(state: DetectorState, settings: Settings) -> Tensor:
     # 1 - (1 - alpha)^k is the weight that k updates have given to real values: without it the
     # variance of a young history is far too small. k = 0 is never armed; 1 avoids 0 / 0.
     young = 1.0 - _power(1.0 - settings.anomaly_alpha, state.updates.clamp(min=1))
-    sigma = (state.variance / young).sqrt()
-    return torch.maximum(sigma, RELATIVE_SIGMA_FLOOR * state.mean)
+    return torch.maximum((state.variance / young).sqrt(), RELATIVE_SIGMA_FLOOR * state.mean)
 
 
 def _power(base: float, exponents: Tensor) -> Tensor:

@@ -62,8 +62,7 @@ class BlockAssignment:
         if not 0 <= self.frontier <= self.target:
             raise ValueError(f"frontier {self.frontier}: in 0 ... target, which is {self.target}")
         for name, blocks in (("holes", self.holes), ("late", self.late)):
-            around = (-1, *blocks, self.frontier)
-            if not all(low < high for low, high in pairwise(around)):
+            if not all(low < high for low, high in pairwise((-1, *blocks, self.frontier))):
                 raise ValueError(f"{name}: ascending in 0 ... frontier - 1, {self.frontier - 1}")
         if not set(self.holes).isdisjoint(self.late):
             raise ValueError("holes, late: no block in both")

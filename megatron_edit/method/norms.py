@@ -18,8 +18,7 @@ def sum_of_squares(*parts: Tensor) -> Tensor:
 
     The same bits for the same values: the order depends only on each n and on the type of device.
     """
-    device = parts[0].device
-    if device.type != "cpu":
+    if parts[0].device.type != "cpu":
         return fused_sum_of_squares(parts)
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:

@@ -36,15 +36,15 @@ def replica_weights(
         float64 [N, U]; a column sums to 1, or is all zero where every replica is anomalous.
     """
     accepted = ~anomalous
-    count = accepted.sum(dim=0).clamp(min=1).double()
-    equal = accepted.double() / count
+    count = accepted.sum(dim=0)
+    equal = accepted.double() / count.clamp(min=1).double()
     if uniform:
         return equal
     infinity = torch.full_like(norms, torch.inf)
     masked = torch.where(accepted, norms, infinity)
     lowest = masked.min(dim=0).values  # the shift: the largest exponent is 0, so no underflow
     if temperature is None:
-        scale = _median_of_accepted(masked, accepted.sum(dim=0))
+        scale = _median_of_accepted(masked, count)
     else:
         scale = torch.full_like(lowest, temperature)
     distance = torch.where(accepted, norms - lowest, infinity)

@@ -96,8 +96,8 @@ class EventLog:
         name: str | None = None,
     ) -> None:
         self._placement = placement
-        self._own_file = replica_file(placement.replica if name is None else name)
         self._name = str(placement.replica) if name is None else name
+        self._own_file = replica_file(self._name)
         self._membership: Roles | None = None
         self._dir = log_dir if placement.is_writer else None
         self._files: dict[str, LineWriter] = {}
@@ -278,8 +278,7 @@ class EventLog:
 
     def on_local_message(self, text: str) -> None:
         """Print a warning about this rank on the console, whatever its replica."""
-        place = self._placement
-        warn(f"replica {self._name} rank {place.rank}: {text}")
+        warn(f"replica {self._name} rank {self._placement.rank}: {text}")
 
     def flush(self) -> None:
         """Write all lines so far to disk. Lines that cannot be written now wait."""

@@ -47,8 +47,8 @@ class FolderLock:
         """
         path = self._folder / NAME
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            if (holder := self._wait_for_lock()) is not None:
+            self._descriptor = descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            if (holder := self._wait_for_lock(descriptor)) is not None:
                 self.release()
                 return UsageError(
                     f"{flag('log_dir')} {self._folder}",
@@ -56,8 +56,8 @@ class FolderLock:
                     "give each run a folder of its own, or start this one when the other has ended",
                 )
             with suppress(OSError):  # full disk: only the name of the holder is missing
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
         except OSError as error:
             warn(
                 f"{path} cannot be locked ({error.strerror}); a second run into this folder would "
@@ -71,14 +71,13 @@ class FolderLock:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _wait_for_lock(self) -> str | None:
+    def _wait_for_lock(self, descriptor: int) -> str | None:
         """Wait for the lock; return its holder if it is held for too long, else None."""
-        assert self._descriptor is not None, "no file to lock"
         began, is_announced = time.monotonic(), False
-        while not self._try_to_lock():
+        while not _try_to_lock(descriptor):
             waited = time.monotonic() - began
             if waited > ENDING_SECONDS:
-                holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                 host = holder.partition(" ")[0]
                 if host in ("", socket.gethostname()) or waited > LEASE_SECONDS:
                     return holder
@@ -91,15 +90,15 @@ class FolderLock:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _try_to_lock(self) -> bool:
-        assert self._descriptor is not None, "no file to lock"
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _LOCKED:
-                return False
-            raise
-        return True
+
+def _try_to_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _LOCKED:
+            return False
+        raise
+    return True
 
 
 def _shown(holder: str) -> str:

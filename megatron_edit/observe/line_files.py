@@ -86,8 +86,7 @@ class LineWriter:
             self._close()
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            self._descriptor = os.open(self._path, flags, 0o644)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
                 _write_or_undo(self._descriptor, b"\n")  # ends a remaining partial line

@@ -160,8 +160,7 @@ class Telemetry(Listener):
             show_one_warning("opentelemetry")
             theirs = {otel_sdk.TRACES: tracer, otel_sdk.METRICS: meter}
             signals = [name for name in theirs if self._otlp and theirs[name] is None]
-            has_port = self._port is not None
-            mine = otel_sdk.make_providers(signals, attributes, has_port=has_port)
+            mine = otel_sdk.make_providers(signals, attributes, has_port=self._port is not None)
             self._own = [provider for provider in mine if provider is not None]
             if mine[0] is not None:
                 tracer, self._ids = mine[0], mine[0].id_generator

@@ -41,8 +41,7 @@ def configure(parser: ArgumentParser) -> None:
         "the flags alone are checked. Files of flags come before all flags."
     )
     parser.usage = "megatron-edit check [SCRIPT] [FILE.args ...] [ARGS] --world-size W"
-    used = ("--world-size", "--hosts")
-    add_shared_words(parser, used, ranks="1, a replica of one rank")
+    add_shared_words(parser, ("--world-size", "--hosts"), ranks="1, a replica of one rank")
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
@@ -194,8 +193,7 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
             f"ok: {place.num_replicas} replicas x {place.ranks_per_replica} ranks, "
             f"strategy {config.strategy}"
         )
-    replicas = 1 if place is None else place.num_replicas
-    yield _batch(args, replicas, checked.data_parallel)
+    yield _batch(args, 1 if place is None else place.num_replicas, checked.data_parallel)
     if checked.sync_mode is not None:
         yield f"sync mode {checked.sync_mode} ({flag('sync_mode')} {config.sync_mode})"
     if config.hub is not None:
@@ -209,8 +207,7 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     if checked.checkpoint is not None:
         yield f"load: {checked.checkpoint}"
     version = megatron_version()
-    tag = release_of(version).tag
-    yield f"megatron-core {version} in {megatron_folder()}, supported as {tag}"
+    yield f"megatron-core {version} in {megatron_folder()}, supported as {release_of(version).tag}"
     if checked.device == CPU:
         yield "checked as a run on CPU: this machine has no GPU, or --edit-device cpu is given"
     if place is not None:

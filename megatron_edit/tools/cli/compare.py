@@ -21,7 +21,6 @@ from megatron_edit.tools.cli.words import (
     TrainingCommand,
     add_replicas,
     check_installed,
-    option,
 )
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.page import summary, write_report
@@ -92,10 +91,10 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...]:
     """Return all runs, after EDiT's and Megatron's checks of each."""
-    for name in ("time_limit", "silence_limit"):
-        value = getattr(options, name)
+    limits = {"--time-limit": options.time_limit, "--silence-limit": options.silence_limit}
+    for name, value in limits.items():
         if value is not None and not value > 0:
-            raise UsageError(f"{option(name)} {value:g}", "must be above 0", "leave it out")
+            raise UsageError(f"{name} {value:g}", "must be above 0", "leave it out")
     command = TrainingCommand.of(rest, others=SCRIPT).with_replicas(options.replicas)
     if command.script is None:
         raise UsageError("no training script", "is needed for runs", "give it before all flags")

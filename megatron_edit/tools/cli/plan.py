@@ -112,13 +112,12 @@ def _ranks(
 
 
 def _step_seconds(values: SharedValues, mfu: float, job: Job) -> float:
-    if (values.step is None) == (values.tflops is None):
-        raise UsageError(
-            "--step-time, --gpu-tflops",
-            "must be one of them",
-            "give the seconds of a step, or the TFLOP/s of a device",
-        )
-    if values.step is not None:
+    if values.step is not None and values.tflops is None:
         return values.step
-    assert values.tflops is not None
-    return job.flops_per_step / (values.tflops * 1e12 * mfu * job.mesh.world_size)
+    if values.tflops is not None and values.step is None:
+        return job.flops_per_step / (values.tflops * 1e12 * mfu * job.mesh.world_size)
+    raise UsageError(
+        "--step-time, --gpu-tflops",
+        "must be one of them",
+        "give the seconds of a step, or the TFLOP/s of a device",
+    )

@@ -223,9 +223,8 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
     Raises:
         UsageError: the text has another form, or does not give `world_size` ranks.
     """
-    pairs = [entry.strip().partition(":") for entry in text.split(",")]
-    names = [name for name, _, _ in pairs]
-    numbers = [number for _, _, number in pairs]
+    pairs = (entry.strip().partition(":") for entry in text.split(","))
+    names, _, numbers = zip(*pairs, strict=True)
     has_numbers = all(map(_NUMBER.fullmatch, numbers))
     is_list = all(map(_NAME.fullmatch, names)) and len(set(names)) == len(names)
     if not is_list or not (has_numbers or text.count(":") == 0):
@@ -237,7 +236,7 @@ def parse_hosts(text: str, world_size: int | None) -> list[str]:
             found = "is not given" if world_size is None else f"{world_size} is no multiple of them"
             rule = f"names {len(names)} hosts, and --world-size {found}"
             raise UsageError(f"--hosts {text}", rule, "give the ranks of each host: node1:8")
-        numbers = [str(world_size // len(names))] * len(names)
+        numbers = (str(world_size // len(names)),) * len(names)
     check_ranks("--hosts", sum(map(int, numbers)))
     hosts = [name for name, num in zip(names, numbers, strict=True) for _ in range(int(num))]
     if world_size is not None and len(hosts) != world_size:
@@ -302,11 +301,6 @@ class OneLineParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, without the usage, and exit with 2."""
         self.exit(2, to_one_line(f"{self.prog}: {message}; see --help") + "\n")
-
-
-def option(name: str) -> str:
-    """Return the option that argparse stores under a name."""
-    return "--" + name.replace("_", "-")
 
 
 def refuse_rest(command: str, rest: Sequence[str]) -> None:

@@ -90,8 +90,7 @@ class Timeline:
 
     def tokens_at(self, iterations: Array) -> Array:
         """Return the tokens consumed up to the end of iterations."""
-        tokens: Array = np.interp(iterations, self.iterations, self.tokens)
-        return tokens
+        return np.interp(iterations, self.iterations, self.tokens)
 
     def speed(self, first: float, last: float) -> float | None:
         """Return tokens per second of iterations first + 1 .. last; None without log lines."""
@@ -218,10 +217,8 @@ def _last_local(run: Mapping[str, Any], kind: RunKind, last: int) -> int:
 def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:
     """Return the speed after warm-up and first iterations; of all where there are no more."""
     first = max(warmup, timeline.iterations[0] + NUM_EXCLUDED_ITERATIONS)
-    for start in (first, warmup, timeline.iterations[0]):
-        if (speed := timeline.speed(start, last)) is not None:
-            return speed
-    return None
+    speeds = (timeline.speed(start, last) for start in (first, warmup, timeline.iterations[0]))
+    return next((speed for speed in speeds if speed is not None), None)
 
 
 def _step_bytes(run: Mapping[str, Any], kind: RunKind, num_parameters: int) -> float:

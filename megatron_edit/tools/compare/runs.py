@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_edit.errors import EditError
@@ -304,13 +305,9 @@ def tail(log_path: Path) -> list[str]:
     """Return the last lines of a log, without the launcher's report; empty without a log."""
     if not log_path.exists():
         return []
-    last = deque[str](maxlen=NUM_TAIL_LINES)
     with log_path.open(encoding="utf-8", errors="replace") as source:
-        for line in source:
-            if LAUNCHER_REPORT in line:
-                break
-            last.append(line)
-    return list(last)
+        own = takewhile(lambda line: LAUNCHER_REPORT not in line, source)
+        return list(deque(own, maxlen=NUM_TAIL_LINES))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -125,7 +125,6 @@ def warmup_bytes(
     codec = Wire.of(dtype).codec
     gradient = element.gradient if codec is None else codec.encoded_bytes(_LARGE) / _LARGE
     shard = layout.num_parameters * layout.num_instances / layout.ranks_per_replica
-    shard_bytes = shard * gradient
     num_ranks = layout.num_replicas * layout.ranks_per_replica
-    sent_per_rank = 2 * (layout.num_replicas - 1) / layout.num_replicas * shard_bytes
+    sent_per_rank = 2 * (layout.num_replicas - 1) / layout.num_replicas * (shard * gradient)
     return num_steps * num_ranks * sent_per_rank

@@ -183,8 +183,7 @@ def _look_for(path: Path) -> dict[str, Any]:
     began = time.monotonic()
     while not path.exists():
         if time.monotonic() - began > PATIENCE_SECONDS:
-            error = f"not seen within {PATIENCE_SECONDS:.0f} s"
-            return {"delay_seconds": 0.0, "error": error}
+            return {"delay_seconds": 0.0, "error": f"not seen within {PATIENCE_SECONDS:.0f} s"}
         time.sleep(POLL_SECONDS)
     return {"delay_seconds": time.monotonic() - began, "error": None}
 

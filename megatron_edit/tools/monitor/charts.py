@@ -131,8 +131,7 @@ def _member_chart(run: MonitoredRun) -> Chart | None:
     """Draw who took part in an elastic run, and with which weight."""
     if not run.is_elastic or not run.syncs.count:
         return None
-    count = len(run.replicas)
-    weights = run.syncs.by_replica(lambda sync: sync.weights.mean(axis=0), count)
+    weights = run.syncs.by_replica(lambda sync: sync.weights.mean(axis=0), len(run.replicas))
     names = [short_name(replica.name) for replica in run.replicas]
     svg = heat_map("Members", weights.T, _rounds(run), names, "weight in the average",
                    cmap="viridis")  # fmt: skip
@@ -264,8 +263,7 @@ def _clip_chart(run: MonitoredRun) -> Chart | None:
     chart.add("median unit", x, middle, COLORS[0])
     chart.add("smallest", x, low, COLORS[1])
     if (constant := chart.constant) is not None:
-        text = f"{constant:.2f} of each unit at every sync (1 is no clip)."
-        return Chart(chart.title, "", text)
+        return Chart(chart.title, "", f"{constant:.2f} of each unit at every sync (1 is no clip).")
     return chart.draw(
         f"Clip factors by sync: the median unit's is {number(float(np.nanmean(middle)), '.2f')} on "
         f"average, the smallest of all {number(float(np.nanmin(low)), '.2f')}.",

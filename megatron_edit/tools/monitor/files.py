@@ -80,11 +80,6 @@ class ResumePoint:
     iteration: int  # under A-EDiT the step of replica 0
     samples: int  # consumed by all replicas
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> ResumePoint:
-        """Read it from `run.json`."""
-        return cls(as_count(record["iteration"]), as_count(record["samples"]))
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -192,7 +187,9 @@ class Facts:
             seq_length=as_count(sizes["seq_length"], 1),
             inside_bytes=as_number(sizes["inside_bytes_per_step"]),
             has_ends=segment is not None,
-            resumed_from=ResumePoint.of(point) if point else None,
+            resumed_from=ResumePoint(as_count(point["iteration"]), as_count(point["samples"]))
+            if point
+            else None,
         )
 
 
@@ -284,12 +281,11 @@ def _furthest_samples(facts: Facts, files: Sequence[Path]) -> int:
     for path in files:
         line = last_record(path) or {}
         try:
-            if isinstance(line.get("samples"), list):  # a sync: one number per replica
-                samples = samples_of_all(line)
-            elif line.get("samples_all") is None:
+            # A sync has one number of samples per replica.
+            if line.get("samples_all") is None and not isinstance(line.get("samples"), list):
                 samples = as_count(line["iteration"]) * facts.batch_size
             else:
-                samples = as_count(line["samples_all"])
+                samples = samples_of_all(line)
             furthest = max(furthest, samples)
         except (KeyError, TypeError, ValueError):
             continue

@@ -78,9 +78,11 @@ def _file_findings(run: MonitoredRun) -> Iterator[Finding]:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
         yield _error(f"Lines that could not be read and were skipped: {lines}.")
     if missing := run.missing:
-        speed = "cannot be computed without it"
-        if run.speed is not None:
-            speed = "are estimated from the others"
+        speed = (
+            "cannot be computed without it"
+            if run.speed is None
+            else "are estimated from the others"
+        )
         yield _warning(
             f"No file of replica {_names(missing)} in this folder: with one launch "
             "per replica, --edit-log-dir must be a folder that all machines share. "
@@ -167,8 +169,10 @@ def _loss_findings(run: MonitoredRun) -> Iterator[Finding]:
 
 def _spike_text(run: MonitoredRun, replicas: Sequence[Replica]) -> str:
     """Return the text for the replicas whose highest spike is at the same iteration."""
-    spikes = [replica.spike for replica in replicas if replica.spike is not None]
-    spike = max(spikes, key=lambda each: each.sigmas)
+    spike = max(
+        (replica.spike for replica in replicas if replica.spike is not None),
+        key=lambda each: each.sigmas,
+    )
     whose = f"replica {_names(replicas)}"
     if len(replicas) == len(run.replicas):
         whose = "all replicas" if len(replicas) > 1 else "the replica"
@@ -202,13 +206,11 @@ def _rejection_findings(run: MonitoredRun) -> Iterator[Finding]:
             )
     rejections = sorted(syncs.loss_rejections().items())
     for column, (count, iteration, loss, others) in rejections[:MAX_NAMES_SHOWN]:
-        comparison = ""
-        if math.isfinite(others):
-            comparison = f", the others' median {number(others, '.4g')}"
+        median = f", the others' median {number(others, '.4g')}" if math.isfinite(others) else ""
         yield _warning(
             f"Replica {replicas[column].name} was left out of {plural(count, 'sync')} because of "
             f"its loss: before the last one, at iteration {iteration:,}, its mean loss was "
-            f"{number(loss, '.4g')}{comparison}. Look at the data that it read there.",
+            f"{number(loss, '.4g')}{median}. Look at the data that it read there.",
         )
     if rollbacks := syncs.num_rollbacks:
         yield _warning(
@@ -241,9 +243,9 @@ def _speed_finding(run: MonitoredRun) -> Iterator[Finding]:
     elif slow is not None:
         yield _warning(f"Replica {slow[0]} is slow: {slow[1]}.")
     elif exposed is not None and exposed > EXPOSED_SHARE:
-        remedies = shorten_sync(facts)
         yield _warning(
-            f"Exposed syncs took {percent(exposed)} of the time: {', or '.join(remedies)}."
+            f"Exposed syncs took {percent(exposed)} of the time: "
+            f"{', or '.join(shorten_sync(facts))}."
         )
 
 
@@ -262,10 +264,9 @@ def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[str, str] | N
         leader = "" if run.journal is None else run.journal.leader
     if speeds[slowest] >= SLOW_SHARE * usual or (is_waiting and slowest == leader):
         return None
-    text = (
+    return slowest, (
         f"between syncs it makes {speeds[slowest]:,.0f} tokens/s, the median replica {usual:,.0f}"
     )
-    return slowest, text
 
 
 def _is_valid(facts: Facts, **changes: Any) -> bool:

@@ -24,7 +24,6 @@ from megatron_edit.observe.records import (
 from megatron_edit.tools.monitor.files import EventFile
 
 FAULTS = (LeaveReason.LOST, LeaveReason.EVICTED, LeaveReason.DRIFTED)
-NO_END = "no end record"
 
 
 @dataclass
@@ -160,7 +159,7 @@ def end_after(span: MemberSpan, ends: Sequence[Ending]) -> Ending | None:
 def describe_end(end: Ending | None) -> str:
     """Return how a process ended, in a few words."""
     if end is None:
-        return NO_END
+        return "no end record"
     if end.end == FAILED:
         return f"failed with exit code {end.exit_code}"
     return end.end if end.reason is None else f"{end.end}: {end.reason}"

@@ -84,8 +84,7 @@ class Replica:
         # In the final phase of A-EDiT replicas count iterations, fewer than some had made steps.
         is_in_phase = last is not None and last.iteration < record.iteration == record.replica_step
         is_behind = last is not None and record.replica_step <= last.replica_step
-        is_behind = is_behind and not is_in_phase
-        if self.end is not None or is_behind:
+        if self.end is not None or (is_behind and not is_in_phase):
             self.start_process()
         self.steps.append(record)
         self.places.append(place)
@@ -111,8 +110,7 @@ class Replica:
     def table(self) -> Array:
         """Places, losses, tokens and seconds of the steps, and its own counts of them."""
         rows = [(each.loss, each.tokens, each.seconds, each.replica_step) for each in self.steps]
-        table: Array = np.column_stack([self.places, np.array(rows, float).reshape(-1, 4)]).T
-        return table
+        return np.column_stack([self.places, np.array(rows, float).reshape(-1, 4)]).T
 
     @cached_property
     def losses(self) -> Curve:

@@ -138,10 +138,9 @@ class MonitoredRun:
         names = [str(number) for number in range(size)]
         self.syncs.start_run()
         self.membership.start_run()
-        parse = partial(SyncRecord.of, num_replicas=size)
         for name in names:
             self._replica(name)
-        for sync in self._read(SYNCS, segment, parse):
+        for sync in self._read(SYNCS, segment, partial(SyncRecord.of, num_replicas=size)):
             if segment.keeps(sync.iteration, sync.samples_all):
                 columns = [self._replica(name).number for name in sync.members or names]
                 self.syncs.add(sync, columns, is_local=facts.has_local_steps(sync.iteration))
@@ -189,8 +188,7 @@ class MonitoredRun:
             if isinstance(record, Ending):
                 replica.add(record)
             elif record and segment.keeps(record.iteration, record.samples_all):
-                place = self._place_of(segment, record.iteration, record.samples_all)
-                replica.add(record, place)
+                replica.add(record, self._place_of(segment, record.iteration, record.samples_all))
 
     def _place_of(self, segment: Segment, iteration: int, samples: int | None) -> int:
         """Return the place of a line on the x axis."""
@@ -266,10 +264,9 @@ class MonitoredRun:
         """Share of the training that is done; None where it is not known."""
         if self._facts is None or not self._facts.train_iters:
             return None
-        facts, iteration = self._facts, self.iteration
-        if facts.has_unequal_steps and self.samples is None and iteration > facts.warmup_steps:
+        facts, iteration, samples = self._facts, self.iteration, self.samples
+        if facts.has_unequal_steps and samples is None and iteration > facts.warmup_steps:
             return None  # lines of version 0.1 before a sync
-        samples = self.samples
         if samples is None or iteration == facts.train_iters:
             return min(1.0, iteration / facts.train_iters)
         return min(1.0, samples / (facts.train_iters * facts.batch_size))

@@ -102,9 +102,11 @@ def describe_members(run: MonitoredRun) -> str:
     """Return members, epoch and leader of an elastic run, and what no sync shows yet."""
     members = join_names([replica.name for replica in run.members]) or "none"
     epoch = f"epoch {run.membership.epoch}" if run.membership.members else "before the first sync"
-    leader = "give --state-dir of the hub to see the leader"
-    if run.journal is not None:
-        leader = f"leader: {run.journal.leader or 'none'}"
+    leader = (
+        "give --state-dir of the hub to see the leader"
+        if run.journal is None
+        else f"leader: {run.journal.leader or 'none'}"
+    )
     news = _news(run)
     return f"Members: {members} ({epoch}); {leader}." + (
         f" Since the last sync: {news}." if news else ""
@@ -190,9 +192,8 @@ def change_table(run: MonitoredRun, most: int) -> Table:
     """Return the table of the last changes of an elastic run's members."""
     changes = run.membership.changes
     rows = [_change_cells(run, change) for change in changes[-most:]]
-    caption = ""
-    if (earlier := len(changes) - len(rows)) > 0:
-        caption = f"{plural(earlier, 'earlier change')} of the epoch."
+    earlier = len(changes) - len(rows)
+    caption = f"{plural(earlier, 'earlier change')} of the epoch." if earlier else ""
     head = ("time", "first sync", "epoch", "came", "left", "members")
     return Table("Changes of the members", head, rows, caption)
 

@@ -262,8 +262,7 @@ class RunCurves:
         """Return seconds of training; NaN where no step has been timed."""
         if not self.seconds[0].size:
             return np.full_like(tokens, math.nan)
-        seconds: Array = np.interp(tokens, *self.seconds)
-        return seconds
+        return np.interp(tokens, *self.seconds)
 
     @property
     def parts(self) -> Array:

@@ -216,11 +216,10 @@ def cut_lines(job: Job, config: EditConfig, of: Sequence[int]) -> Iterator[str]:
         of: place of each replica (`hosts.places_of`); empty yields nothing.
     """
     if of:
-        wires = dict.fromkeys((config.sync_dtype, FP32))
         sent = (
             f"{sum(cut_bytes(Wire.of(wire), n, of) for row in job.rank_numels for n in row):,} "
             f"bytes in {wire}"
-            for wire in wires
+            for wire in dict.fromkeys((config.sync_dtype, FP32))
         )
         places = ", ".join(f"{replica} at {place}" for replica, place in enumerate(of))
         yield f"replica {places}: a sync of all units sends out of a place {', '.join(sent)}"

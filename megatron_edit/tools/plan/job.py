@@ -417,8 +417,9 @@ class Job:
         num_units = len(self.architecture.unit_names)
         if config.fragments > num_units:
             rule = f"the model has {num_units} units, and every fragment needs one"
-            given_value = f"{flag('fragments')} {config.fragments}"
-            raise UsageError(given_value, rule, "give a smaller value")
+            raise UsageError(
+                f"{flag('fragments')} {config.fragments}", rule, "give a smaller value"
+            )
         return config
 
 

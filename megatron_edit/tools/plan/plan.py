@@ -197,8 +197,9 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
     every = cost.round / setting.step
     final = config.final_sync_fraction
     nbytes = synchronous.per_step if final else 0.0
-    traffic = sync_traffic(job, config, every)
-    return PlanRow(name, every, traffic, cost, parts, final, nbytes, choice)
+    return PlanRow(
+        name, every, sync_traffic(job, config, every), cost, parts, final, nbytes, choice
+    )
 
 
 def _settings_of(
@@ -348,8 +349,10 @@ def _memory(job: Job, config: EditConfig, device_memory: float) -> Advice:
     if offloaded >= 0:
         text = f"{name} is needed, and leaves {show_bytes(offloaded)} for activations"
         return Advice("offload", name, text)
-    over = show_bytes(-offloaded)
-    text = f"even with {name} it is {over} too much: more ranks, or tensor parallelism"
+    text = (
+        f"even with {name} it is {show_bytes(-offloaded)} too much: more ranks, or tensor "
+        "parallelism"
+    )
     return Advice("offload", None, text)
 
 
@@ -369,8 +372,8 @@ def _timeouts(job: Job, config: EditConfig, setting: TimingSetting) -> Iterator[
     now = job.words.count("--distributed-timeout-minutes", DEFAULT_MINUTES)
     text = (
         f"--distributed-timeout-minutes {minutes} or more (now: {now}): Megatron's gathers queue "
+        f"behind an exchange of {show_seconds(cost.exchange)}"
     )
-    text += f"behind an exchange of {show_seconds(cost.exchange)}"
     yield Advice("distributed-timeout", minutes, text)
     lead = math.ceil(STEPS_TO_STOP * setting.step + cost.exchange)
     text = f"a batch system's signal {show_seconds(lead)} before the end, and what a save takes "
