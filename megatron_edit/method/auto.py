@@ -376,9 +376,10 @@ def predict(
     # Without the meeting: the time that it takes is not told from the wait for slower replicas.
     exposed = max(0.0, cost.exposed / settings.fragments - MEETING_MESSAGES * measured.latency)
     # A round has F meetings, each after tau / F steps.
-    wait = measured.wait * math.sqrt(settings.sync_interval / settings.fragments)
+    steps = settings.sync_interval / settings.fragments
+    wait = measured.wait * math.sqrt(steps)
     if setting.is_timed:  # a replica makes further steps while another one would let it wait
-        wait = min(wait, measured.step / 2)
+        wait = min(wait + steps * (1 - measured.evenness) * measured.step, measured.step / 2)
     share = cost.round / (cost.round + cost.exposed + wait * settings.fragments)
     loss = _loss(settings)
     return AutoChoice(settings, share, exposed, loss, step, measured, setting.is_timed)

@@ -321,6 +321,15 @@ def test_seconds_follow_from_steps_of_median_replica() -> None:
     )
 
 
+@pytest.mark.parametrize(("fragments", "waited"), [(1, 0.5), (4, 0.8)])
+def test_replicas_of_unequal_speed_meet_at_unequal_times(fragments: int, waited: float) -> None:
+    """Those that take 1 s and 1.11 s are half a step apart after 8 steps, 0.2 s after two."""
+    at = dataclasses.replace(measured(math.inf), evenness=0.9)
+    settings = dataclasses.replace(USUAL, sync_interval=8, fragments=fragments)
+    found = auto.predict(timed(units=(100,) * 4), at, settings, 50)
+    assert found.share == pytest.approx(8 / (8 + waited))
+
+
 def test_given_seconds_stay() -> None:
     """4.4 s are about 4 steps, and so is their loss."""
     found = choose(timed(sync_seconds=4.4), measured(math.inf), 50, LONG)
