@@ -40,7 +40,8 @@ _SLAB_NUMEL_ELSEWHERE = 1 << 24
 _ALIGNMENT = 4  # so that scales in concatenated encodings can be viewed in place
 _CODES_PER_OCTAVE = 8  # of the logarithmic codecs
 _SIGN = 128  # in a code with a sign
-_MANTISSA = (1 << 23) - 1  # of fp32 bits
+_MANTISSA_BITS = 23  # of fp32
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
 _PART_BITS = 15  # of a mantissa that tell apart what is in one of 256 parts of an octave
 _BAG = 256  # values; on the CPU each width costs 600 KiB of code that is generated for it
 _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; less becomes 0
@@ -459,24 +460,22 @@ class _LogBlocks(Codec):
 def _codes_below(mantissas: Tensor) -> Tensor:
     """int32 like `mantissas`, which are those of fp32: the code inside the octave, from 0.
 
-    By tables of 256 parts of the octave: on a CPU `torch.bucketize` takes several times as long.
+    By a table of 256 parts of the octave: on a CPU `torch.bucketize` takes several times as long.
     """
     parts = (mantissas >> _PART_BITS).flatten()
-    first, bounds = (table.to(mantissas.device).index_select(0, parts).view(mantissas.shape)
-                     for table in _octave())  # fmt: skip
-    return first + (mantissas >= bounds)
+    found = _octave().to(mantissas.device).index_select(0, parts).view(mantissas.shape)
+    return found.add_(mantissas).bitwise_right_shift_(_MANTISSA_BITS)
 
 
 @cache
-def _octave() -> tuple[Tensor, Tensor]:
-    """int32 [256] and [256]: of each part of an octave the code at its first mantissa, and the
-    mantissa at which the next code begins; at most one begins in a part."""
-    steps = range(1, _CODES_PER_OCTAVE)
-    bounds = [math.ceil(math.ldexp(_sixteenths(2 * step), 23)) - (1 << 23) for step in steps]
-    starts = range(0, 1 << 23, 1 << _PART_BITS)
-    first = [sum(bound <= start for bound in bounds) for start in starts]
-    following = [[*bounds, 1 << 23][code] for code in first]
-    return torch.tensor(first, dtype=torch.int32), torch.tensor(following, dtype=torch.int32)
+def _octave() -> Tensor:
+    """int32 [256]: what is added to the mantissas in a part of an octave for their code to be above
+    the mantissa's bits. At most one code begins in a part."""
+    one, steps = 1 << _MANTISSA_BITS, range(1, _CODES_PER_OCTAVE)
+    bounds = [math.ceil(one * (_sixteenths(2 * step) - 1)) for step in steps]
+    first = [sum(bound <= start for bound in bounds) for start in range(0, one, 1 << _PART_BITS)]
+    added = [code * one + one - [*bounds, one][code] for code in first]
+    return torch.tensor(added, dtype=torch.int32)
 
 
 @cache

@@ -35,7 +35,7 @@ EVEN, UNEVEN = 1 << 19, (1 << 19) - 1  # elements; with the latter the last chun
 # Of an exchange of one unit, by wire type, whose last chunk is as long as the others.
 LAUNCHES = {
     "bf16": 14, "int8": 40, "int4": 54, "int2": 146, "ternary": 204, "sign": 106, "top64": 133,
-    "log8": 64, "ulog8": 62,
+    "log8": 70, "ulog8": 68,
 }  # fmt: skip
 ENCODED = [*(Wire.of(name).codec for name in WIRE_TYPES if name != FP32), LOG8, ULOG8]
 DECISION_OPERATIONS = ("aten::_local_scalar_dense", "aten::bitwise_or")
