@@ -413,11 +413,11 @@ class _LogBlocks(Codec):
         blocks = part.view(len(part), exponents.shape[1], -1)
         bits = blocks.abs().view(torch.int32)  # they order as the magnitudes do
         largest = bits.amax(dim=2, keepdim=True)
-        exponent = (largest >> 23).clamp_(min=self._least_exponent)
+        exponent = (largest >> _MANTISSA_BITS).clamp_(min=self._least_exponent)
         exponents.copy_(exponent * (largest > 0))
         if not self.is_signed:
             bits.masked_fill_(blocks < 0, 0)
-        code = (bits >> 23).sub_(exponent).mul_(_CODES_PER_OCTAVE)
+        code = (bits >> _MANTISSA_BITS).sub_(exponent).mul_(_CODES_PER_OCTAVE)
         code += _codes_below(bits & _MANTISSA)
         code += self.top - _CODES_PER_OCTAVE + 1
         code.clamp_(min=0 if self.is_signed else 1, max=self.top)
@@ -499,7 +499,7 @@ def _sixteenths(count: int) -> float:
 
 def power_of_two(exponents: Tensor) -> Tensor:
     """fp32 powers of two of biased exponents: 0 for 0, infinity for 255."""
-    return (exponents.to(torch.int32) << 23).view(torch.float32)
+    return (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
 
 
 def aligned(nbytes: int) -> int:
