@@ -410,7 +410,8 @@ def mean_wait(seconds: Sequence[Sequence[float]]) -> float:
         seconds: of the same steps on each replica; may be empty.
     """
     count = len(seconds[0]) if seconds else 0
-    varying = [[each - fmean(own) for each in own] for own in seconds]
+    means = [fmean(own or [0.0]) for own in seconds]
+    varying = [[each - mean for each in own] for own, mean in zip(seconds, means, strict=True)]
     waits, length = [0.0], 1
     while LEAST_BLOCKS * length <= count:
         starts = range(0, count - length + 1, length)

@@ -190,8 +190,7 @@ def round_cost(
 def _of_group(exchanges: Sequence[UnitExchange], group: int, fragments: int) -> list[UnitExchange]:
     """A group's exchanges; the forward passes of other units in between are one."""
     found: list[UnitExchange] = []
-    for is_own, each in groupby(enumerate(exchanges), lambda pair: pair[0] % fragments == group):
-        units = [unit for _, unit in each]
-        others = UnitExchange(0.0, 0.0, sum(unit.forward for unit in units))
-        found += units if is_own else [others]
+    for is_own, pairs in groupby(enumerate(exchanges), lambda pair: pair[0] % fragments == group):
+        units = [unit for _, unit in pairs]
+        found += units if is_own else [UnitExchange(0.0, 0.0, sum(u.forward for u in units))]
     return found
