@@ -70,6 +70,8 @@ class Analysis:
             "choice_seconds": [run.choice for run in runs if run.choice],
             "step_seconds": [run.local for run in runs],
             "of_ideal": [ideal / run.local for run in runs if (ideal := self._ideal_of(run))],
+            "waits": [run.waits for run in runs if run.waits is not None],
+            "exchange": [run.exchange for run in runs if run.exchange is not None],
             "expected": [run.expected for run in runs if run.expected],
             "chosen": [run.chosen for run in runs if run.chosen],
             "above_stock": [each.above_stock for each in outcomes],
@@ -133,6 +135,8 @@ SPEED = (
     Column("ms / local step", partial(_spread_of, "step_seconds"), "{:.1f}", 1e3),
     Column("local steps of ideal", partial(_spread_of, "of_ideal"), "{:.3f}", of=ALL),
     Column("expected", partial(_spread_of, "expected"), "{:.3f}"),
+    Column("waits (%)", partial(_spread_of, "waits"), "{:.1f}", 1e2),
+    Column("exchange (%)", partial(_spread_of, "exchange"), "{:.1f}", 1e2),
     Column("whole training of ideal", partial(_spread_of, "of_ideal_to_end"), "{:.3f}"),
 )
 LOSS = (
@@ -146,7 +150,10 @@ NOTES = """\
 `paper` and `diloco` have a warm-up of a tenth of the iterations: after the paper's 1000 steps no
 round would begin. *Local steps of ideal* are those after the warm-up; *whole training* has the
 warm-up, the choice of settings, and a final phase, whose steps count as those of the warm-up.
-*Expected* is what `edit` predicts of its choice. *The loss* is the highest final one of the
+*Expected* is what `edit` predicts of its choice. *Waits* and *exchange* are shares of the local
+steps' time on replica 0: waits for the other replicas at syncs, and what the syncs add besides; of
+`ideal`, what replicas would wait if all made as many steps, which every other training demands. The
+rest of what is missing to the ideal are longer steps. *The loss* is the highest final one of the
 trainings with the same seed."""
 CHOICE = (_LINK, Column("settings", "chosen"), Column("runs", "runs"))
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from frame.gpt import Window
 from frame.launch import Hosts, Rank, Training, torchft_ranks
-from frame.readings import Console, RunLog, read_console
+from frame.readings import Console, RunLog, read_console, read_syncs
 from netlab import Lab
 
 from megatron_edit.tools.compare.readings import edit_validation
@@ -21,6 +22,7 @@ from megatron_edit.tools.compare.readings import edit_validation
 from .kinds import (
     APART,
     EDIT,
+    IDEAL,
     OURS,
     TORCHFT,
     TORCHFT_INTERVAL,
@@ -48,6 +50,9 @@ class Speed:
         choice: seconds that choosing the settings adds to the last step of the warm-up.
         chosen: the chosen settings as a text; "" where nothing is chosen.
         expected: share of the ideal that the choice predicts.
+        waits: share of the local steps' time that replica 0 waits for others at its syncs; of
+            `ideal`: that replicas would wait on average if all made as many steps.
+        exchange: share of that time that the syncs of replica 0 add besides; None without syncs.
         record: the `run.json` of EDiT's kinds.
     """
 
@@ -59,6 +64,8 @@ class Speed:
     choice: float = 0.0
     chosen: str = ""
     expected: float | None = None
+    waits: float | None = None
+    exchange: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -117,21 +124,28 @@ class Bench:
             limit = self._args.time_limit
             (first, last), run = training.until(probe, limit=limit, poll=POLL_SECONDS)
             steps = [console.read().milliseconds() for console in consoles]
+            syncs = read_syncs(training.folder / EVENTS, Window(first, last, 1, last))
         choices = run.get("choices", [])
         given = run.get("config", {"warmup_steps": 0})["warmup_steps"]
         num_warmup = choices[0]["since"] if choices else given
         warmup = [steps[0][step] / 1e3 for step in range(SKIPPED_STEPS + 1, num_warmup + 1)]
         local = [sum(own[step] for step in range(first + 1, last + 1)) for own in steps]
+        # The speeds of jobs apart are added.
+        mean = len(local) / sum(1e3 * (last - first) / ms for ms in local)
+        waits, exchange = _shares(syncs, local[0] / 1e3) if run else (None, None)
+        if kind == IDEAL:
+            waits = 1 - mean * 1e3 * (last - first) / max(local)
         return Speed(
             kind=kind,
             rate=rate,
             repeat=repeat,
             warmup=median(warmup) if warmup else None,
-            # The speeds of jobs apart are added.
-            local=len(local) / sum(1e3 * (last - first) / ms for ms in local),
+            local=mean,
             choice=max(0.0, warmup[-1] - median(warmup)) if choices else 0.0,
             chosen=chosen_words(choices),
             expected=choices[-1]["share"] if choices else None,
+            waits=waits,
+            exchange=exchange,
             record=run,
         )
 
@@ -184,6 +198,13 @@ class Bench:
             is_apart = job.kind in APART
             with self._hosts.training(job.kind, folder, ranks, apart=is_apart) as training:
                 yield job, training
+
+
+def _shares(syncs: Sequence[Mapping[str, Any]], seconds: float) -> tuple[float, float]:
+    """Return the shares of a time in which syncs wait for other replicas, and add time besides."""
+    waits = sum(sync["seconds"]["wait"] for sync in syncs)
+    exposed = sum(sync["seconds"]["exposed"] for sync in syncs)
+    return waits / seconds, (exposed - waits) / seconds
 
 
 def enough_steps(steps: Mapping[int, float], most: int) -> tuple[int, int] | None:

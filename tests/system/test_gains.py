@@ -188,5 +188,7 @@ def test_small_study_has_speeds_losses_and_a_picture(tmp_path: Path) -> None:
     assert [row["kind"] for row in found["summary"]] == ["ideal", "stock", "edit"]
     edit = found["summary"][-1]
     assert edit["of_ideal"][0] > 0 and edit["expected"][0] > 0
+    assert edit["waits"][0] > 0 and edit["exchange"][0] > 0
+    assert found["summary"][0]["waits"][0] >= 0 == len(found["summary"][1]["waits"])
     assert edit["seconds_to_loss"][0] > 0 and edit["chosen"] == [found["curves"][-1]["chosen"]]
     assert picture.stat().st_size > 10_000
