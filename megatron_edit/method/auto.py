@@ -203,13 +203,14 @@ class AutoChoice:
                 f"; as all wait for the slowest replica, {measured.evenness:.2f} of their own "
                 "speeds: --edit-strategy a-edit does not wait"
             )
+        # Without a gather of parameters in it nothing can overlap a forward pass.
+        forward = f"forward pass {_shown(measured.forward)}, " if measured.forward else ""
         return (
             f"chosen after step {self.since}: {', '.join(parts)}",
             expected,
-            f"{source}: a step {_shown(measured.step)}, forward pass "
-            f"{_shown(measured.forward)}, {measured.rate / 1e6:.3g} MB/s from each rank to other "
-            f"replicas, latency {_shown(measured.latency)}, a wait for other replicas of "
-            f"{_shown(measured.wait)} after one step",
+            f"{source}: a step {_shown(measured.step)}, {forward}{measured.rate / 1e6:.3g} MB/s "
+            f"from each rank to other replicas, latency {_shown(measured.latency)}, a wait for "
+            f"other replicas of {_shown(measured.wait)} after one step",
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -468,7 +468,7 @@ def test_lines_name_settings_and_reasons() -> None:
         "for small models); less loss, but slower: tau 8, int8, delay 1: 0.889"
     )
     assert source == (
-        "measured: a step 1 s, forward pass 0 ms, 0.0001 MB/s from each rank to other "
+        "measured: a step 1 s, 0.0001 MB/s from each rank to other "
         "replicas, latency 0 ms, a wait for other replicas of 0 ms after one step"
     )
 
