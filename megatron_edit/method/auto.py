@@ -293,11 +293,13 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
     else:
         least = max(each.share for each in choices) - SHARE_STEP
     found = next(each for each in choices if each.share >= least)
+    warmup = min(setting.given.warmup_steps, step) / (step + local_steps)
+    loss = found.loss + warmup_loss(warmup)  # the same for all
     better = [each for each in choices[: choices.index(found)] if each.loss < found.loss]
     if not better:
-        return found
+        return replace(found, loss=loss)
     nearest = max(better, key=lambda each: each.share)
-    return replace(found, slower=f"{nearest.settings.words}: {nearest.share:.3f}")
+    return replace(found, loss=loss, slower=f"{nearest.settings.words}: {nearest.share:.3f}")
 
 
 def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
@@ -578,6 +580,8 @@ WIRE_LOSS = {
 MOMENT_LOSS = {(MOMENTS_BOTH, 4): 0.004, (NONE, 1): 0.012}
 # By the share of a final synchronous phase.
 FINAL_GAIN = {0.02: 0.003, 0.05: 0.006}
+# By the share of the steps in the warm-up, over a tenth of them.
+WARMUP_LOSS = ((0.02, 0.048), (0.05, 0.022), (0.1, 0.0), (0.25, -0.009))
 # By share of the interval that a sync is delayed, with an outer momentum of `DELAYED_MOMENTUM`.
 DELAY_LOSS = 0.030
 DELAYED_MOMENTUM = 0.7
@@ -586,6 +590,11 @@ DELAYED_MOMENTUM = 0.7
 def interval_loss(interval: int) -> float:
     """Increase at a sync interval: linear in log(tau) between the measured ones and beyond them."""
     return _interpolate(INTERVAL_LOSS, interval)
+
+
+def warmup_loss(share: float) -> float:
+    """Increase by a warm-up of another share of the steps; beyond the measured ones constant."""
+    return _interpolate(WARMUP_LOSS, min(max(share, WARMUP_LOSS[0][0]), WARMUP_LOSS[-1][0]))
 
 
 def expected_loss(
@@ -606,7 +615,7 @@ def expected_loss(
     return interval_loss(interval) + parts + MOMENT_LOSS.get(moments, 0.0)
 
 
-def _interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
+def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     place = next((i for i, (x, _) in enumerate(points) if x >= at), len(points) - 1)
     place = max(place, 1)
     (x0, y0), (x1, y1) = points[place - 1], points[place]

@@ -56,6 +56,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "MOMENT_LOSS", {("both", 1): -0.005, ("both", 4): -0.003})
     monkeypatch.setattr(auto, "FINAL_GAIN", {0.02: 0.003, 0.05: 0.006})
     monkeypatch.setattr(auto, "DELAY_LOSS", 0.04)
+    monkeypatch.setattr(auto, "WARMUP_LOSS", ((0.01, 0.0), (0.1, 0.0)))
 
 
 def setting(target: float = 0.97, units: tuple[int, ...] = (100,), **given: object) -> AutoSetting:
@@ -481,6 +482,18 @@ def test_interval_loss_is_linear_in_logarithm(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(auto, "INTERVAL_LOSS", ((4, 0.01), (16, 0.03), (64, 0.04)))
     found = [auto.interval_loss(tau) for tau in (2, 4, 8, 16, 32, 64, 256)]
     assert found == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.035, 0.04, 0.05])
+
+
+def test_a_short_warmup_costs_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the steps with it, or of the given ones where settings are chosen again later; no
+    more than the longest measured one gains."""
+    monkeypatch.setattr(auto, "WARMUP_LOSS", ((0.025, 0.02), (0.1, 0.0), (0.4, -0.01)))
+    shares = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
+    found = [auto.warmup_loss(share) for share in shares]
+    assert found == pytest.approx([0.02, 0.02, 0.01, 0.0, -0.005, -0.01, -0.01])
+    assert chosen(math.inf, 950).loss == pytest.approx(0.01 + 0.01)
+    assert chosen(100, 950).loss == pytest.approx(0.021 + 0.01)
+    assert chosen(math.inf, 950, warmup_steps=25).loss == pytest.approx(0.01 + 0.02)
 
 
 # ---- what the engine gets
