@@ -518,7 +518,7 @@ def _candidates(
             values("sync_dtype", WIRE_LOSS),
             moments,
         ):
-            lr, momentum = _outer(setting, interval, delay, wire)
+            lr, momentum = _outer(setting, interval, wire)
             yield SyncSettings(
                 interval, wire, fragments, delay, lr, momentum, seconds, kinds, every, final
             )
@@ -545,11 +545,9 @@ def _rounds(
     return [(each, float(f"{long:.4g}")) for each, long in zip(intervals, seconds, strict=True)]
 
 
-def _outer(setting: AutoSetting, interval: int, delay: int, wire: str) -> tuple[float, float]:
+def _outer(setting: AutoSetting, interval: int, wire: str) -> tuple[float, float]:
     preset = outer_preset(interval, wire)
-    lr, momentum = preset["outer_lr"], preset["outer_momentum"]
-    if delay:
-        momentum = min(momentum, DELAYED_MOMENTUM)
+    lr, momentum = preset["outer_lr"], min(preset["outer_momentum"], MOST_MOMENTUM)
     given = setting.given
     return (
         lr if "outer_lr" in given.open_settings else given.outer_lr,
@@ -582,9 +580,10 @@ MOMENT_LOSS = {(MOMENTS_BOTH, 4): 0.004, (NONE, 1): 0.012}
 FINAL_GAIN = {0.02: 0.003, 0.05: 0.006}
 # By the share of the steps in the warm-up, over a tenth of them.
 WARMUP_LOSS = ((0.02, 0.048), (0.05, 0.022), (0.1, 0.0), (0.25, -0.009))
-# By share of the interval that a sync is delayed, with an outer momentum of `DELAYED_MOMENTUM`.
+# By share of the interval that a sync is delayed.
 DELAY_LOSS = 0.030
-DELAYED_MOMENTUM = 0.7
+# Of the outer step: more costs loss at all measured intervals (docs/strategies.md).
+MOST_MOMENTUM = 0.7
 
 
 def interval_loss(interval: int) -> float:

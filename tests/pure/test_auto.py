@@ -106,9 +106,17 @@ def test_slow_link_gets_least_loss_that_reaches_target() -> None:
     """
     found = chosen(100)
     lr, momentum = outer_preset(8, INT8).values()
-    momentum = min(momentum, auto.DELAYED_MOMENTUM)
+    momentum = min(momentum, auto.MOST_MOMENTUM)
     assert found.settings == SyncSettings(8, INT8, 1, 2, lr, momentum, 8.0, "none", 1, 0.0)
     assert found.share == 1.0 and found.loss == pytest.approx(0.021)
+
+
+def test_outer_momentum_is_at_most_what_costs_no_loss() -> None:
+    """The preset of long rounds has more; what is given stays."""
+    assert outer_preset(32, FP32)["outer_momentum"] > auto.MOST_MOMENTUM == 0.7
+    found = chosen(math.inf, sync_interval=32).settings
+    assert (found.outer_lr, found.outer_momentum) == (0.8, 0.7)
+    assert chosen(math.inf, sync_interval=32, outer_momentum=0.9).settings.outer_momentum == 0.9
 
 
 def test_moments_are_averaged_where_the_link_carries_them() -> None:
