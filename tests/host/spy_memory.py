@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ def measure() -> None:
     def spied_sync(self: EditEngine, meeting: Any) -> None:
         sync(self, meeting)
         gc.collect()
-        now = _storages()
+        # A tuple that another thread makes of a generator must not be referred to meanwhile.
+        thread = self.syncs._thread
+        with thread.paused() if thread else nullcontext():
+            now = _storages()
         (out_dir() / f"memory-{rank}.json").write_text(json.dumps(_facts(self, before, now)))
 
     EditEngine._switch = spied_switch  # type: ignore[method-assign]
