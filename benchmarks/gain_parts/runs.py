@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any
 
 from frame.gpt import Window
@@ -129,18 +129,18 @@ class Bench:
         given = run.get("config", {"warmup_steps": 0})["warmup_steps"]
         num_warmup = choices[0]["since"] if choices else given
         warmup = [steps[0][step] / 1e3 for step in range(SKIPPED_STEPS + 1, num_warmup + 1)]
-        local = [sum(own[step] for step in range(first + 1, last + 1)) for own in steps]
-        # The speeds of jobs apart are added.
-        mean = len(local) / sum(1e3 * (last - first) / ms for ms in local)
-        waits, exchange = _shares(syncs, local[0] / 1e3) if run else (None, None)
+        window = range(first + 1, last + 1)
+        own = [fmean(each[step] / 1e3 for step in window) for each in steps]
+        local = harmonic_mean(own)  # the speeds of jobs apart are added
+        waits, exchange = _shares(syncs, own[0] * len(window)) if run else (None, None)
         if kind == IDEAL:
-            waits = 1 - mean * 1e3 * (last - first) / max(local)
+            waits = 1 - local / max(own)
         return Speed(
             kind=kind,
             rate=rate,
             repeat=repeat,
             warmup=median(warmup) if warmup else None,
-            local=mean,
+            local=local,
             choice=max(0.0, warmup[-1] - median(warmup)) if choices else 0.0,
             chosen=chosen_words(choices),
             expected=choices[-1]["share"] if choices else None,

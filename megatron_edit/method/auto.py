@@ -293,13 +293,13 @@ def choose(setting: AutoSetting, measured: Measurement, step: int, local_steps: 
     else:
         least = max(each.share for each in choices) - SHARE_STEP
     found = next(each for each in choices if each.share >= least)
-    warmup = min(setting.given.warmup_steps, step) / (step + local_steps)
-    loss = found.loss + warmup_loss(warmup)  # the same for all
     better = [each for each in choices[: choices.index(found)] if each.loss < found.loss]
-    if not better:
-        return replace(found, loss=loss)
-    nearest = max(better, key=lambda each: each.share)
-    return replace(found, loss=loss, slower=f"{nearest.settings.words}: {nearest.share:.3f}")
+    slower = ""
+    if better:
+        nearest = max(better, key=lambda each: each.share)
+        slower = f"{nearest.settings.words}: {nearest.share:.3f}"
+    warmup = min(setting.given.warmup_steps, step) / (step + local_steps)
+    return replace(found, loss=found.loss + warmup_loss(warmup), slower=slower)
 
 
 def with_choice[S: Settings](given: S, choice: AutoChoice) -> S:
@@ -582,7 +582,7 @@ FINAL_GAIN = {0.02: 0.003, 0.05: 0.006}
 WARMUP_LOSS = ((0.02, 0.048), (0.05, 0.022), (0.1, 0.0), (0.25, -0.009))
 # By share of the interval that a sync is delayed.
 DELAY_LOSS = 0.030
-# Of the outer step: more costs loss at all measured intervals (docs/strategies.md).
+# Of the outer step: more costs loss at nearly all measured intervals (docs/strategies.md).
 MOST_MOMENTUM = 0.7
 
 
